@@ -1,0 +1,1 @@
+"""Leadout: speculative decoding you can deploy."""
