@@ -1,0 +1,250 @@
+"""Decides nothing but the order of things: propose, forward, verify, extend, yield."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from collections.abc import Collection as Container
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engines.base import Engine, Logits
+from ..errors import ContextError, UsageError
+from . import verify
+from .drafters import Draft, Drafter, ModelDrafter, NgramDrafter
+from .noise import Noise, Purpose
+from .policy import AutoLength, Costs, FixedLength, Policy
+from .sampling import Chain, Probs, Sampler, draw
+from .sequence import FinishReason, Row, Sequence, StopMatcher
+from .settings import Rule, Settings
+from .stats import PHASES, Stats
+from .steps import Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one round committed to one request: (token, proposed by the draft?) in order.
+
+    The last event of a request carries its ``finish_reason`` and ``stats``. The end token is among the tokens.
+    ``rule`` and ``seed`` are those in force (a seed was drawn if none was given).
+    """
+
+    index: int
+    tokens: list[tuple[int, bool]]
+    rule: Rule
+    seed: int
+    finish_reason: FinishReason | None = None
+    stats: Stats | None = None
+
+
+class Decoder:
+    """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
+
+    ``exact``: the target never takes a step of width 1, so that every width's numbers are the same bits.
+    Between rounds, for every row: the target's cache holds all committed tokens but the last.
+    """
+
+    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
+        self._target = Stepper(target, "target", narrowest=2 if exact else 1)
+        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        if draft is not None:
+            self._drafters["model"] = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
+        self._costs = Costs()
+        self._active: dict[str, Drafter] = {}
+        self._epoch = 0
+
+    def decode(
+        self,
+        requests: Items[tuple[list[int], Settings]],
+        *,
+        eos_token_ids: Container[int] = (),
+        stop_matcher_factory: Callable[[int], StopMatcher | None] | None = None,
+    ) -> Iterator[Event]:
+        """Decode all requests (prompt ids, settings) as one batch, one Event per request and round.
+
+        ``stop_matcher_factory(index)`` gives request ``index`` its matcher: called each round with the new token ids,
+        it answers how many of them to keep, or None to go on. Raises UsageError, ContextError before anything runs;
+        EngineError from any round, after which the decoder can be used again.
+        """
+        rows = [
+            self._admit(index, prompt, settings, eos_token_ids, stop_matcher_factory)
+            for index, (prompt, settings) in enumerate(requests)
+        ]
+        return self._run(rows)
+
+    def _run(self, rows: list[Row]) -> Iterator[Event]:
+        clock = self._start(rows)
+        while rows:
+            drafts = self._propose(rows, clock)
+            logits = self._forward(rows, drafts, clock)
+            verdicts = self._verify(rows, drafts, logits, clock)
+            events = [self._extend(*each) for each in zip(range(len(rows)), rows, drafts, verdicts, strict=True)]
+            rows = self._retire(rows, clock)
+            yield from events
+            clock.resume()
+
+    def _admit(
+        self,
+        index: int,
+        prompt: list[int],
+        settings: Settings,
+        eos: Container[int],
+        matchers: Callable[[int], StopMatcher | None] | None,
+    ) -> Row:
+        spec = self._target.engine.spec
+        self._check(prompt, settings)
+        ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
+        seed = secrets.randbits(63) if settings.seed is None else settings.seed
+        chain = Chain(settings, spec.vocab_size, prompt, ends)
+        stop = matchers(index) if matchers is not None else None
+        return Row(
+            index=index,
+            settings=settings,
+            sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
+            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed)),
+            policy=self._policy(settings),
+        )
+
+    def _check(self, prompt: list[int], settings: Settings) -> None:
+        spec = self._target.engine.spec
+        if not prompt:
+            raise UsageError("a prompt must have at least one token, not 0")
+        if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
+            raise UsageError(
+                f"prompt token ids must be from 0 to {spec.vocab_size - 1}, not {min(prompt)}..{max(prompt)}"
+            )
+        if len(prompt) >= spec.max_context:
+            raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
+        if settings.draft == "model" and "model" not in self._drafters:
+            raise UsageError("draft 'model' needs a draft model, and there is none (use: draft ngram or none)")
+
+    def _policy(self, settings: Settings) -> Policy:
+        if settings.draft == "none":
+            return FixedLength(0)
+        if settings.draft_length != "auto":
+            return FixedLength(settings.draft_length)
+        return AutoLength(self._costs, self._target.narrowest, free=settings.draft == "ngram")
+
+    def _start(self, rows: list[Row]) -> Clock:
+        self._epoch += 1
+        clock = Clock(self._epoch)
+        if rows:
+            self._target.engine.reset(len(rows))
+            prompts = [row.sequence.tokens[:-1] for row in rows]
+            if any(prompts):
+                self._target.last_logits(prompts, [0] * len(rows))
+            self._active = {kind: self._drafters[kind] for kind in {row.settings.draft for row in rows} - {"none"}}
+            for drafter in self._active.values():
+                drafter.reset(len(rows))
+                drafter.prefill(rows)
+            clock.lap("prefill")
+        return clock
+
+    def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
+        if clock.epoch != self._epoch:
+            raise UsageError("this decode was ended by a later one of the same decoder; start it again")
+        drafts = [Draft() for _ in rows]
+        for kind, drafter in self._active.items():
+            mine = [row.settings.draft == kind for row in rows]
+            lengths = [self._length(row, drafter, len(rows)) if m else 0 for m, row in zip(mine, rows, strict=True)]
+            started = perf_counter()
+            proposed = drafter.propose(rows, lengths)
+            if kind == "model":
+                self._costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            drafts = [new if m else old for m, new, old in zip(mine, proposed, drafts, strict=True)]
+        clock.lap("draft")
+        return drafts
+
+    def _length(self, row: Row, drafter: Drafter, rows: int) -> int:
+        return row.policy.length(min(row.sequence.room - 1, drafter.room(row)), rows)
+
+    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
+        pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
+        logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
+        width = max(self._target.narrowest, *map(len, pieces))
+        self._costs.record_target(len(rows), width, clock.lap("target"))
+        return logits
+
+    def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
+        verdicts = [judge(*each) for each in zip(rows, drafts, logits, strict=True)]
+        clock.lap("verify")
+        return verdicts
+
+    def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
+        new = [*draft.tokens[: verdict.accepted], verdict.token]
+        kept, row.finish_reason = row.sequence.extend(new)
+        row.sampler.chain.extend(new[:kept])
+        row.policy.observe(verdict.tested, verdict.accepted)
+        if (drafter := self._active.get(row.settings.draft)) is not None:
+            drafter.observe(place, verdict.accepted)
+        row.stats.record(
+            drafted=len(draft.tokens), tested=verdict.tested, accepted=min(verdict.accepted, kept), tokens=kept
+        )
+        tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
+        stats = row.stats if row.finish_reason else None
+        return Event(row.index, tokens, row.sampler.rule, row.sampler.noise.seed, row.finish_reason, stats)
+
+    def _retire(self, rows: list[Row], clock: Clock) -> list[Row]:
+        """Fill the places of finished rows with the last live ones, in every cache; charge the round's time."""
+        live = list(rows)
+        for place in reversed(range(len(rows))):
+            if rows[place].finish_reason is not None:
+                last = live.pop()
+                if place < len(live):
+                    self._target.engine.copy_row(len(live), place)
+                    for drafter in self._active.values():
+                        drafter.move(len(live), place)
+                    live[place] = last
+        clock.charge([row.stats for row in rows])
+        return live
+
+
+class Clock:
+    """Seconds by phase of the round in progress, to be shared by the rows it serves."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._last = perf_counter()
+
+    def lap(self, phase: str) -> float:
+        """Charge the time since the last lap to ``phase``; return it."""
+        now = perf_counter()
+        seconds, self._last = now - self._last, now
+        self._spent[phase] += seconds
+        return seconds
+
+    def charge(self, shares: Items[Stats]) -> None:
+        """Give what was spent, in equal parts; the rest of the round is the host's."""
+        self.lap("host")
+        for stats in shares:
+            for phase, seconds in self._spent.items():
+                stats.seconds[phase] += seconds / len(shares)
+        self._spent = dict.fromkeys(PHASES, 0.0)
+
+    def resume(self) -> None:
+        """Forget the time the caller spent between rounds."""
+        self._last = perf_counter()
+
+
+def judge(row: Row, draft: Draft, logits: NDArray[np.float32]) -> verify.Verdict:
+    """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
+    x, sampler, start = draft.tokens, row.sampler, row.sequence.length
+    if sampler.rule in ("greedy", "coupled"):
+        return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = float(sampler.noise.uniforms(start, Purpose.FINAL, 1)[0])
+
+    def p(i: int) -> Probs:
+        return sampler.chain.distribution(logits[i], x[:i])
+
+    def pick(law: Probs) -> int:
+        return draw(law, final)
+
+    if sampler.rule == "block" and draft.q is not None:
+        return verify.block(x, draft.q, p, coins, pick)
+    return verify.rejection(x, draft.q, p, coins, pick)

@@ -1,0 +1,162 @@
+"""Decides which tokens to propose: what a draft model says, or what followed the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ..engines.base import Logits
+from .sampling import Probs
+from .sampling import Row as LogitRow
+from .sequence import Row
+from .settings import MAX_DRAFT_LENGTH
+from .steps import Stepper
+
+
+@dataclass(slots=True)
+class Draft:
+    """Proposed tokens and the distributions they were drawn from (``q`` None: the proposal is deterministic)."""
+
+    tokens: list[int] = field(default_factory=list)
+    q: list[Probs] | None = None
+
+
+class Drafter(Protocol):
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch."""
+
+    def reset(self, rows: int) -> None:
+        """Forget everything; expect ``rows`` rows."""
+        ...
+
+    def prefill(self, rows: Items[Row]) -> None:
+        """Take in the prompts of the rows that draft with this."""
+        ...
+
+    def room(self, row: Row) -> int:
+        """The longest draft it can give this row now."""
+        ...
+
+    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+        """Up to lengths[b] tokens for row b; an empty draft where that is 0. Commits nothing."""
+        ...
+
+    def observe(self, place: int, accepted: int) -> None:
+        """Row ``place`` kept the first ``accepted`` of its drafts and got one more token."""
+        ...
+
+    def move(self, source: int, destination: int) -> None:
+        """Row ``source`` now stands at ``destination``, whose row has left."""
+        ...
+
+
+class ModelDrafter:
+    """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text.
+
+    Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
+    first step of a draft: there is no extra call. The last drafted token is never fed.
+    """
+
+    def __init__(self, stepper: Stepper, vocab_size: int) -> None:
+        """``vocab_size`` is the target's: ids beyond it are ignored, ids the draft lacks never drafted."""
+        self._stepper, self._vocab_size = stepper, vocab_size
+        self._valid: list[int] = []
+        self._base: list[int] = []
+
+    def reset(self, rows: int) -> None:
+        self._stepper.engine.reset(rows)
+        self._valid, self._base = [0] * rows, [0] * rows
+
+    def prefill(self, rows: Items[Row]) -> None:
+        prompts = [row.sequence.tokens[:-1] if row.settings.draft == "model" and self.room(row) else [] for row in rows]
+        if any(prompts):
+            self._feed(prompts)
+
+    def room(self, row: Row) -> int:  # its own context may be shorter than the target's
+        return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
+
+    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+        drafts = [Draft() for _ in rows]
+        if not any(lengths):
+            return drafts
+        pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
+        self._base = [row.sequence.length for row in rows]
+        for step in range(max(lengths)):
+            logits = self._feed(pending)
+            for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+                if step < lengths[place]:
+                    self._choose(row, draft, logits[place])
+            pending = [draft.tokens[-1:] if step + 1 < n else [] for draft, n in zip(drafts, lengths, strict=True)]
+        return drafts
+
+    def observe(self, place: int, accepted: int) -> None:
+        self._valid[place] = min(self._valid[place], self._base[place] + accepted)
+
+    def move(self, source: int, destination: int) -> None:
+        self._stepper.engine.copy_row(source, destination)
+        self._valid[destination] = self._valid[source]
+
+    def _feed(self, pending: Items[Items[int]]) -> Logits:
+        valid = self._valid[: len(pending)]
+        logits = self._stepper.last_logits(pending, valid)
+        self._valid[: len(pending)] = [v + len(p) for v, p in zip(valid, pending, strict=True)]
+        return logits
+
+    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> None:
+        token, q = row.sampler.propose(self._fit(logits), draft.tokens, row.sequence.length)
+        draft.tokens.append(token)
+        if q is not None:
+            draft.q = [*(draft.q or []), q]
+
+    def _fit(self, logits: LogitRow) -> LogitRow:
+        if (missing := self._vocab_size - logits.size) <= 0:
+            return logits[: self._vocab_size]
+        return np.concatenate([logits, np.full(missing, -np.inf, np.float32)])
+
+
+class NgramDrafter:
+    """Prompt lookup (Saxena 2023): finds the latest earlier place where the last n tokens (n = 4, 3, 2, 1) stood, and
+    proposes what followed there; past the end of the text the copy goes on into itself, so that a period repeats."""
+
+    LONGEST = 4
+
+    def __init__(self) -> None:
+        self._after: list[dict[tuple[int, ...], int]] = []
+        self._indexed: list[int] = []
+
+    def reset(self, rows: int) -> None:
+        self._after, self._indexed = [{} for _ in range(rows)], [0] * rows
+
+    def prefill(self, rows: Items[Row]) -> None:
+        pass  # the text is indexed as far as it goes when a draft is asked for
+
+    def room(self, row: Row) -> int:
+        return MAX_DRAFT_LENGTH
+
+    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+        return [
+            Draft(self._copy(place, row.sequence.tokens, length)) if length else Draft()
+            for place, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        ]
+
+    def observe(self, place: int, accepted: int) -> None:
+        pass  # committed text is all it knows
+
+    def move(self, source: int, destination: int) -> None:
+        self._after[destination], self._indexed[destination] = self._after[source], self._indexed[source]
+
+    def _copy(self, place: int, tokens: list[int], length: int) -> list[int]:
+        after = self._after[place]
+        for end in range(self._indexed[place], len(tokens) - 1):  # the last token has no successor yet
+            for n in range(1, min(self.LONGEST, end + 1) + 1):
+                after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
+        self._indexed[place] = len(tokens) - 1
+        for n in range(min(self.LONGEST, len(tokens)), 0, -1):
+            if (source := after.get(tuple(tokens[-n:]))) is not None:
+                text = tokens[source:]
+                while len(text) < length:
+                    text += text[: length - len(text)]
+                return text[:length]
+        return []

@@ -1,0 +1,174 @@
+"""Decides how a row of logits becomes a distribution: one chain, for draft rows and target rows alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import EngineError, UsageError
+from .noise import Noise, Purpose
+from .settings import Rule, Settings
+
+Probs = NDArray[np.float64]
+Row = NDArray[np.float32]
+
+
+class Chain:
+    """The processors of one request, in this order, each skipped when off:
+
+    1. ``min_new_tokens``: the ``ends`` get -inf while fewer tokens than that stand before the position
+    2. ``logit_bias``: added
+    3. ``repetition_penalty`` (CTRL, 1909.05858): for every token of the prompt, the output and the draft so far,
+       a positive logit is divided by it and a negative one multiplied
+    4. ``presence_penalty`` and ``frequency_penalty * count``: subtracted, over the output and the draft so far
+    5. ``temperature``: divided by
+    6. ``top_k``: tokens at least as likely as the k-th; 7. ``top_p``: the smallest set of the most likely whose mass
+       reaches p; 8. ``min_p``: tokens at least min_p times as likely as the first
+
+    A token exactly as likely as the last one kept by 6, 7 or 8 is kept too, so that the result does not depend on the
+    order of ids. At temperature 0 only 1-4 apply. ``drafted`` is always what the draft put between the committed
+    text and the position of the row: penalties see it.
+    """
+
+    def __init__(self, settings: Settings, vocab_size: int, prompt: Sequence[int], ends: Collection[int]) -> None:
+        for token in (*settings.logit_bias, *settings.stop_token_ids):
+            if token >= vocab_size:
+                raise UsageError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
+        self.settings = settings
+        self.generated = 0
+        self._ends = np.array(sorted(end for end in ends if end < vocab_size), np.int64)
+        self._bias_ids = np.array(list(settings.logit_bias), np.int64)
+        self._bias = np.array(list(settings.logit_bias.values()), np.float64)
+        self._repeats = settings.repetition_penalty != 1.0
+        self._counts_tokens = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
+        self._seen = np.zeros(vocab_size if self._repeats else 0, np.bool_)
+        self._counts = np.zeros(vocab_size if self._counts_tokens else 0, np.float64)
+        self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
+        if self._repeats:
+            self._seen[list(prompt)] = True
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Take committed tokens into the history."""
+        for token in tokens:
+            self.generated += 1
+            if self._repeats:
+                self._seen[token] = True
+            if self._counts_tokens:
+                self._counts[token] += 1
+
+    def best(self, logits: Row, drafted: Sequence[int] = ()) -> int:
+        """The greedy token: the lowest id among the most likely after processors 1-4."""
+        if self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens:
+            token = int(logits.argmax())
+            if not math.isfinite(logits[token]):
+                raise _not_finite()
+            return token
+        scores = self._penalised(logits, drafted)
+        token = int(scores.argmax())
+        if not math.isfinite(scores[token]):
+            raise _not_finite()
+        return token
+
+    def scores(self, logits: Row, drafted: Sequence[int] = ()) -> Probs:
+        """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
+        scores = self._penalised(logits, drafted)
+        settings = self.settings
+        top = scores.max()
+        if not math.isfinite(top):
+            raise _not_finite()
+        scores -= top
+        if settings.temperature != 1.0:
+            scores /= settings.temperature
+        if 0 < settings.top_k < scores.size:
+            _keep(scores, np.partition(scores, -settings.top_k)[-settings.top_k])
+        if settings.top_p < 1.0:
+            _keep(scores, _nucleus_edge(scores, settings.top_p))
+        if settings.min_p > 0.0:
+            _keep(scores, math.log(settings.min_p))
+        return scores
+
+    def distribution(self, logits: Row, drafted: Sequence[int] = ()) -> Probs:
+        """p, float64 [V], summing to 1. Needs temperature > 0."""
+        probs = np.exp(self.scores(logits, drafted))
+        probs /= probs.sum()
+        return probs
+
+    def _penalised(self, logits: Row, drafted: Sequence[int]) -> Probs:
+        scores = logits.astype(np.float64)
+        settings = self.settings
+        if self.generated + len(drafted) < settings.min_new_tokens:
+            scores[self._ends] = -math.inf
+        if self._raw:
+            return scores
+        scores[self._bias_ids] += self._bias
+        if self._repeats:
+            seen = self._seen.copy()
+            seen[list(drafted)] = True
+            penalty = settings.repetition_penalty
+            scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+        if self._counts_tokens:
+            counts = self._counts.copy()
+            np.add.at(counts, list(drafted), 1.0)
+            scores -= settings.frequency_penalty * counts + settings.presence_penalty * (counts > 0)
+        return scores
+
+
+class Sampler:
+    """One request's rule, chain and noise: the same choice for a draft's row and a target's."""
+
+    def __init__(self, rule: Rule, chain: Chain, noise: Noise) -> None:
+        self.rule, self.chain, self.noise = rule, chain, noise
+
+    def choose(self, logits: Row, drafted: Sequence[int], position: int) -> int:
+        """What stands at ``position`` without any draft, under ``greedy`` and ``coupled``.
+
+        Coupled: argmax of log p plus the position's Gumbel noise, which has exactly the law p (Gumbel-max).
+        """
+        if self.rule == "greedy":
+            return self.chain.best(logits, drafted)
+        scores = self.chain.scores(logits, drafted)
+        scores += self.noise.gumbel(position, scores.size)
+        return int(scores.argmax())
+
+    def propose(self, logits: Row, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+        """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
+        if self.rule in ("greedy", "coupled"):
+            return self.choose(logits, drafted, start + len(drafted)), None
+        q = self.chain.distribution(logits, drafted)
+        count = len(drafted) + 1
+        return draw(q, float(self.noise.uniforms(start, Purpose.DRAFT, count)[-1])), q
+
+
+def _keep(scores: Probs, edge: float) -> None:
+    scores[scores < edge] = -math.inf
+
+
+def _nucleus_edge(scores: Probs, top_p: float) -> float:
+    """The score of the last token of the nucleus.
+
+    No full sort: tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together, so the nucleus
+    lies among the others, which are few.
+    """
+    weights = np.exp(scores)
+    total = float(weights.sum())
+    heavy = np.flatnonzero(weights >= (1.0 - top_p) * total / scores.size)
+    order = heavy[np.argsort(-weights[heavy])]
+    reached = int(np.searchsorted(np.cumsum(weights[order]), top_p * total))
+    return float(scores[order[min(reached, order.size - 1)]])
+
+
+def draw(law: Probs, uniform: float) -> int:
+    """Inverse CDF: the first token whose cumulative weight exceeds ``uniform`` (in [0, 1)) of the total.
+
+    ``law`` need not be normalised. Tokens of weight 0 are never drawn.
+    """
+    cumulative = law.cumsum()
+    token = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+    return token if token < law.size else int(np.flatnonzero(law)[-1])
+
+
+def _not_finite() -> EngineError:
+    return EngineError("no finite maximum among the logits: NaN or infinity from the engine, or every token banned")

@@ -1,0 +1,75 @@
+"""Decides what is counted about a request; everything else is derived."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+PHASES = ("prefill", "draft", "target", "verify", "host")
+
+
+@dataclass(slots=True)
+class Stats:
+    """One request's counters.
+
+    A drafted token is *tested* when the rule looked at it: tokens after the first rejection are not. ``tokens`` are
+    the committed new ones. ``seconds`` are this request's share (a round's time divided by the rows it served), so
+    that the sum over a batch is its wall time. Time the caller spends between events is not counted.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    tested: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    tested_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def record(self, *, drafted: int, tested: int, accepted: int, tokens: int) -> None:
+        """Count one round. ``tokens`` is what was committed after every cut."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.tested += tested
+        self.accepted += accepted
+        self.tokens += tokens
+        for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for position in range(reached):
+                counts[position] += 1
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / tested; 0 where nothing was tested."""
+        return self.accepted / self.tested if self.tested else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed tokens a round, the target's own included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of the whole request, prefill included."""
+        return self.tokens / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens per second after prefill."""
+        spent = self.total_seconds - self.seconds["prefill"]
+        return self.tokens / spent if spent > 0 else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """The part of the rounds' time that no model was running: verification and bookkeeping."""
+        spent = self.total_seconds - self.seconds["prefill"]
+        return (self.seconds["verify"] + self.seconds["host"]) / spent if spent > 0 else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Counters and derived figures, JSON-ready."""
+        derived = ("acceptance_rate", "tokens_per_round", "tokens_per_second", "decode_tokens_per_second", "host_share")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,0 +1,65 @@
+"""Decides how ragged rows become one rectangular step of an engine, and that padding is never read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..engines.base import Engine, Logits
+from ..errors import EngineError, LeadoutError
+
+CHUNK = 512
+
+
+class Stepper:
+    """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal).
+
+    Padding stands behind a row's own tokens and is written to slots that no length counts. ``past[b]`` is how many
+    slots of row b count. Whatever the engine raises comes out as EngineError.
+    """
+
+    def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
+        self.engine, self.name, self.narrowest = engine, name, narrowest
+
+    def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
+        """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
+        widths = [len(piece) for piece in pieces]
+        width = max(widths)
+        if min(widths) == width >= self.narrowest:
+            return self._forward(pieces, past, width, None)
+        columns = np.arange(width, dtype=np.int64)
+        return self._forward(pieces, past, width, np.minimum(columns, np.array(widths, np.int64)[:, None] - 1))
+
+    def last_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
+        """Append pieces[b] (may be empty) to row b, in chunks; logits [B, V] after each row's last token."""
+        longest = max(len(piece) for piece in pieces)
+        past = list(past)
+        while longest > CHUNK:  # rows that are short already wait for the last chunk: it brings every row's logits
+            heads = [piece[: min(CHUNK, max(0, len(piece) - CHUNK))] for piece in pieces]
+            self._forward(heads, past, max(map(len, heads)), np.zeros((len(pieces), 1), np.int64))
+            past = [length + len(head) for length, head in zip(past, heads, strict=True)]
+            pieces = [piece[len(head) :] for piece, head in zip(pieces, heads, strict=True)]
+            longest = max(len(piece) for piece in pieces)
+        index = np.array([[max(len(piece) - 1, 0)] for piece in pieces], np.int64)
+        return self._forward(pieces, past, longest, index)[:, 0]
+
+    def _forward(
+        self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: np.ndarray | None
+    ) -> Logits:
+        engine, rows, width = self.engine, len(pieces), max(width, self.narrowest)
+        tokens = np.zeros((rows, width), np.int64)
+        for row, piece in enumerate(pieces):
+            tokens[row, : len(piece)] = piece
+        try:
+            if (need := max(past) + width) > engine.capacity:
+                engine.reserve(need)
+            logits = engine.forward(tokens, np.array(past, np.int64), index)
+        except LeadoutError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}") from error
+        expected = (rows, width if index is None else index.shape[1], engine.spec.vocab_size)
+        if logits.shape != expected:
+            raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
+        return logits

@@ -1,0 +1,106 @@
+"""Decides which drafted tokens to keep. Pure functions: randomness comes in, a Verdict goes out.
+
+p = target, q = draft, as in Leviathan et al. (2211.17192); Chen et al. (2302.01318) use the letters the other way
+round. ``p(i)`` is the target's distribution after the prefix and x_1..x_i, asked for in order and only when needed;
+``q[i]`` is the very array that x_{i+1} was drawn from, ``q`` None means that the draft is deterministic (one-hot).
+``draw(law)`` samples from unnormalised weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sampling import Probs
+
+Draw = Callable[[Probs], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Keep the first ``accepted`` drafts, then ``token``. ``tested`` drafts were looked at."""
+
+    accepted: int
+    token: int
+    tested: int
+
+
+def match(x: Sequence[int], choose: Callable[[int], int]) -> Verdict:
+    """Keep drafts while they equal the target's own choice ``choose(i)`` after x_1..x_i.
+
+    Committed tokens are the target's own, whatever the draft: with argmax this is greedy decoding; with
+    argmax(log p + Gumbel noise of the position) it is the coupling of Daliri, Musco and Suresh (2408.07978).
+    """
+    for i, drafted in enumerate(x):
+        if (chosen := choose(i)) != drafted:
+            return Verdict(i, chosen, i + 1)
+    return Verdict(len(x), choose(len(x)), len(x))
+
+
+def rejection(
+    x: Sequence[int], q: Sequence[Probs] | None, p: Callable[[int], Probs], uniforms: Sequence[float], draw: Draw
+) -> Verdict:
+    """Leviathan et al. 2211.17192, algorithm 1: accept with probability min(1, p/q), else draw from the residual.
+
+    A deterministic draft is q one-hot: accepted with p(x), residual p without x.
+    """
+    for i, drafted in enumerate(x):
+        row = p(i)
+        if q is None:
+            if not uniforms[i] < row[drafted]:
+                return Verdict(i, draw(without(row, drafted)), i + 1)
+        elif not uniforms[i] * q[i][drafted] < row[drafted]:  # never divides: q > 0, as x was drawn from it
+            return Verdict(i, draw(residual(row, q[i])), i + 1)
+    return Verdict(len(x), draw(p(len(x))), len(x))
+
+
+def block(
+    x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Sequence[float], draw: Draw
+) -> Verdict:
+    """Block verification, Sun et al. 2403.10444, algorithm 2: keeps the longest prefix whose own coin lands.
+
+    b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)); h_i = R_i / (R_i + 1 - b_i) with R_i the mass of
+    max(b_i p_{i+1} - q_{i+1}, 0); h_K = b_K. Never fewer tokens in expectation than ``rejection``. All drafts are
+    looked at, but ``tested`` counts those up to the first not kept, as the other rules do.
+    """
+    weight, row = 1.0, p(0)
+    accepted, law = 0, residual(row, q[0]) if x else row
+    for i, drafted in enumerate(x, start=1):
+        weight = min(1.0, weight * row[drafted] / q[i - 1][drafted])
+        row = p(i)
+        rest = excess(row, q[i], weight) if i < len(x) else row
+        if uniforms[i - 1] < (block_threshold(weight, float(rest.sum())) if i < len(x) else weight):
+            accepted, law = i, rest if rest.any() else row
+    return Verdict(accepted, draw(law), min(accepted + 1, len(x)))
+
+
+def block_threshold(weight: float, mass: float) -> float:
+    """h_i for i < K: the probability of keeping the prefix, given that no longer one is kept. 0/0 is 1."""
+    return mass / (mass + 1.0 - weight) if weight < 1.0 else 1.0
+
+
+def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
+    """max(weight p - q, 0), unnormalised."""
+    return np.maximum(weight * p - q, 0.0)
+
+
+def residual(p: Probs, q: Probs) -> Probs:
+    """max(p - q, 0), unnormalised; p itself where nothing is left (p equals q up to rounding)."""
+    rest = excess(p, q)
+    return rest if rest.any() else p
+
+
+def without(p: Probs, token: int) -> Probs:
+    """p with ``token`` struck out, unnormalised; p itself where nothing is left."""
+    rest = p.copy()
+    rest[token] = 0.0
+    return rest if rest.any() else p
+
+
+def margin(row: NDArray[np.float32]) -> float:
+    """The distance between the two largest logits: how near to a tie a greedy choice was."""
+    second, first = np.partition(row, -2)[-2:]
+    return float(first - second)
