@@ -1,0 +1,322 @@
+"""How transformers' own modelling code becomes one canonical graph: cache, attention and mask are swapped, nothing else.
+
+The key-value cache is a fixed buffer of M slots a row. New rows are written at each row's own length (``TensorScatter``),
+attention is one opset-24 ``Attention`` node a layer with a boolean mask made in the graph from the rows' positions.
+Everything that belongs to an architecture stays in transformers; the three things swapped are its public extension
+points (a cache layer, an attention function, a mask function), so there is no table of architectures here.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface
+
+from ..bundle import CacheShape
+from ..errors import ExportError
+from .lowerings import lowered, symbolic
+
+OPSET = 24
+NAME = "leadout_slots"
+WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
+WINDOW = "window"  # metadata of an Attention node: tokens a sliding window sees, the new one included
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """What cache and mask need to know of the step being traced: both [B] or [B, S] int64."""
+
+    position_ids: Tensor | None = None
+    past_lens: Tensor | None = None
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's buffer, [B, Hkv, M, D]; ``update`` writes the new rows at each row's own length."""
+
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.past_lens = keys, values, past_lens
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffers are inputs of the graph."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._write(self.keys, key_states), self._write(self.values, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions always come from position_ids
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        return symbolic(
+            "TensorScatter", (buffer, new, self.past_lens), {"axis": 2, "mode": "linear"}, like=buffer, version=24
+        )
+
+
+class DecoderGraph(nn.Module):
+    """The signature of the canonical graph around a causal language model of transformers."""
+
+    def __init__(self, model: PreTrainedModel, step: _Step) -> None:
+        super().__init__()
+        self.model, self.step = model, step
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, past_lens: Tensor, logit_index: Tensor, past: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """logits [B, L, V], then keys and values of every layer, as in DESIGN: the same buffers, new rows written."""
+        self.step.position_ids, self.step.past_lens = position_ids, past_lens
+        layers = [SlotLayer(*past[i : i + 2], past_lens) for i in range(0, len(past), 2)]
+        # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
+        everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
+        with _only_rows(self.model.get_output_embeddings(), logit_index):
+            out = self.model(
+                input_ids=input_ids,
+                attention_mask=everything,
+                position_ids=position_ids,
+                past_key_values=Cache(layers=layers),
+                use_cache=True,
+            )
+        return (out.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+
+
+@contextlib.contextmanager
+def _only_rows(head: nn.Module, logit_index: Tensor) -> Iterator[None]:
+    """Give the LM head the positions that want logits and no others: [B, S, H] -> [B, L, H]."""
+
+    def pick(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        shape = (*logit_index.shape, args[0].shape[-1])
+        index = logit_index.unsqueeze(-1)
+        return (symbolic("GatherND", (args[0], index), {"batch_dims": 1}, like=args[0], shape=shape, version=13),)
+
+    hook = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def slot_mask(step: _Step, *args: Any, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
+    """transformers' own mask function (causal, sliding, chunked) at each row's positions: bool [B, 1, S, M]."""
+    assert step.position_ids is not None
+    rows, new = step.position_ids.shape
+    row = torch.arange(rows)[:, None, None, None]
+    head = torch.zeros((1, 1, 1, 1), dtype=torch.long)
+    slot = torch.arange(kv_length)[None, None, None, :]
+    return mask_function(row, head, step.position_ids[:, None, :, None], slot).expand(rows, 1, new, kv_length)
+
+
+def _additive_mask(step: _Step, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Tensor:
+    mask = slot_mask(step, *args, **kwargs)
+    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, H, S, D], key and value [B, Hkv, M, D] -> [B, S, H, D], as one ``Attention`` node.
+
+    Raises ExportError for what the standard operator has no input for.
+    """
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            what = "attention sinks" if name == "s_aux" else "a position bias"
+            raise ExportError(f"{type(module).__name__} uses {what}, which the Attention operator cannot express")
+    attributes = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
+    if softcap:
+        attributes["softcap"] = float(softcap)
+    out = symbolic(
+        "Attention",
+        (query, key, value, attention_mask),
+        attributes,
+        like=query,
+        shape=(*query.shape[:3], value.shape[-1]),
+        version=24,
+        metadata={WINDOW: str(sliding_window)} if sliding_window else None,
+    )
+    return out.transpose(1, 2), None
+
+
+@contextlib.contextmanager
+def _swapped(model: PreTrainedModel, step: _Step) -> Iterator[None]:
+    """The extension points, swapped for the time of one capture.
+
+    A model that is not written against transformers' attention interface (falcon, bloom) keeps its own attention
+    code; it asks for its mask under the name "eager" or "sdpa", so those two are swapped as well.
+    """
+    modern = type(model)._supports_attention_backend
+    masks, before = AttentionMaskInterface._global_mapping, dict(AttentionMaskInterface._global_mapping)
+    attention = model.config._attn_implementation
+    AttentionInterface.register(NAME, slot_attention)
+    mask = functools.partial(slot_mask, step)
+    masks.update({NAME: mask, "sdpa": mask, "eager": functools.partial(_additive_mask, step)})
+    model.set_attn_implementation(NAME if modern else "sdpa" if type(model)._supports_sdpa else "eager")
+    try:
+        with lowered(model):
+            yield
+    finally:
+        masks.clear()
+        masks.update(before)
+        model.set_attn_implementation(attention)
+
+
+def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
+    """Every layer's cache, measured with one eager step. Raises ExportError for state that no length can rewind."""
+    with torch.no_grad():
+        cache = model(input_ids=torch.tensor([[1, 2]]), use_cache=True).past_key_values
+    shapes = []
+    for index, layer in enumerate(getattr(cache, "layers", [])):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or hasattr(layer, "recurrent_states") or keys.shape[-2] != 2:
+            raise ExportError(
+                f"{type(model).__name__}: layer {index} keeps a {type(layer).__name__}, which cannot be rolled back"
+                " by length; speculation needs a model that attends to all of its past"
+            )
+        shapes.append(CacheShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    if not shapes:
+        raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
+    return tuple(shapes)
+
+
+def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...]) -> ir.Model:
+    """Trace ``model`` (float32, in eval mode) into the canonical graph. Leaves the model as it was.
+
+    Raises ExportError naming the architecture if it cannot be traced.
+    """
+    step = _Step()
+    names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
+    inputs, dims = _example(shapes)
+    _pin_rope(model)
+    try:
+        with torch.no_grad(), _swapped(model, step), _quiet():
+            program = torch.onnx.export(
+                DecoderGraph(model, step).eval(),
+                (),
+                kwargs=inputs,
+                dynamic_shapes=dims,
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
+                input_names=[*list(inputs)[:-1], *(f"past_key_values.{name}" for name in names)],
+                output_names=["logits", *(f"present.{name}" for name in names)],
+            )
+    except Exception as error:
+        raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
+    assert program is not None
+    tidy(program.model)
+    return program.model
+
+
+def _example(shapes: tuple[CacheShape, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs of the trace, and which of their dimensions are free."""
+    batch, new, slots = 2, 3, 64
+    ids = torch.ones(batch, new, dtype=torch.long)
+    past = [torch.zeros(batch, s.heads, slots, d) for s in shapes for d in (s.key_dim, s.value_dim)]
+    inputs = {
+        "input_ids": ids,
+        "position_ids": 4 + torch.arange(new).expand(batch, new).contiguous(),
+        "past_lens": torch.full((batch,), 4),
+        "logit_index": torch.zeros(batch, 2, dtype=torch.long),
+        "past": past,
+    }
+    dims = {
+        "input_ids": {0: "B", 1: "S"},
+        "position_ids": {0: "B", 1: "S"},
+        "past_lens": {0: "B"},
+        "logit_index": {0: "B", 1: "L"},
+        "past": [{0: "B", 2: "M"}] * len(past),
+    }
+    return inputs, dims
+
+
+def _pin_rope(model: PreTrainedModel) -> None:
+    """Longrope picks its factors by the longest row of a batch; keep the short ones, which the context is cut to."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "default"  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporter reports on torchvision and on itself; what matters of it comes as an exception."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+def tidy(model: ir.Model) -> None:
+    """Name nodes and weights after the modules they come from; drop the exporter's metadata, keep windows."""
+    graph = model.graph
+    nodes: set[str] = set()
+    for name, value in list(graph.initializers.items()):
+        _rename(graph, value, name.removeprefix(WRAPPER) if name.startswith(WRAPPER) else f"\0{name}")
+    for node in graph:
+        module = _module_path(node)
+        node.name = _unused("/".join(filter(None, (module, node.op_type))), nodes)
+        for value in node.inputs:
+            if value is not None and value.is_initializer() and (value.name or "").startswith("\0"):
+                kind = "weight" if value.dtype is not None and value.dtype.is_floating_point() else "constant"
+                _rename(graph, value, ".".join(filter(None, (module, kind))))
+        window = node.metadata_props.get(WINDOW)
+        for holder in (node, *node.outputs):
+            holder.metadata_props.clear()
+        node.doc_string = None
+        if window:
+            node.metadata_props[WINDOW] = window
+    for holder in (model, graph, *graph.inputs, *graph.initializers.values()):
+        holder.metadata_props.clear()
+
+
+def _module_path(node: ir.Node) -> str:
+    """``model.layers.0.mlp.up_proj``, or nothing for what belongs to no module."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    path = [scope for scope in ast.literal_eval(scopes)[:-1] if scope] if scopes else []
+    return path[-1].removeprefix(WRAPPER) if path and path[-1].startswith(WRAPPER) else ""
+
+
+def _rename(graph: ir.Graph, value: ir.Value, name: str) -> None:
+    value.name = _unused(name, set(graph.initializers))
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    count, free = 1, name
+    while free in taken:
+        count, free = count + 1, f"{name}.{count}"
+    taken.add(free)
+    return free
