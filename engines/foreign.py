@@ -1,0 +1,166 @@
+"""Other people's models take a step here: optimum, onnx-community ("concat") and onnxruntime-genai ("genai") graphs.
+
+Their graphs know one past length for a whole batch (and GroupQueryAttention refuses several rows with a past), so
+rows are run one at a time, each with a cache of its own. That is right for every model, sliding windows and implied
+positions included, and a row's logits do not depend, not even in the last bit, on the batch it sits in. The price:
+the weights are read once a row. For batched verification export the checkpoint with ``leadout export``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle import Model
+from ..errors import EngineError
+from .base import Logits, ModelSpec, Tokens
+from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
+from .foreign_graph import Port, Signature, ort_ports
+from .providers import first_line, onnxruntime, open_session
+
+BUCKET = 128
+_CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCache, "genai": SharedCache}
+
+
+class ForeignEngine:
+    """An Engine (see ``engines.base``) over a graph that Leadout did not make; CPU only.
+
+    A graph may hold tables for just ``max_context`` positions, so tokens beyond are never run, and one position is
+    kept in reserve (``spec.max_context`` is one less than the model's own) so that no step of two narrows to one.
+    """
+
+    def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
+        entry, self._name = model.entry, str(model.folder)
+        if entry.dialect not in _CACHES:
+            raise EngineError(
+                f"{self._name}: dialect '{entry.dialect}' is unknown (one of: slots, {', '.join(_CACHES)})"
+            )
+        if provider != "cpu":
+            raise EngineError(
+                f"{self._name}: a {entry.dialect} model runs on provider cpu, not {provider}; for {provider} "
+                "export the checkpoint itself with: leadout export"
+            )
+        self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1)
+        self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
+        graph = model.path("canonical" if variant == "auto" else variant)
+        self._session = open_session(graph, provider=provider, threads=threads)
+        self._quiet = onnxruntime().RunOptions()
+        self._quiet.log_severity_level = 4  # what goes wrong is raised, not printed
+        with self._naming():
+            self._signature = Signature.read(
+                ort_ports(self._session.get_inputs()), ort_ports(self._session.get_outputs())
+            )
+            if self._signature.cache(entry.cache[0].heads, entry.cache[0].key_dim) != entry.cache:
+                raise EngineError("the cache of the graph has other shapes than the manifest says; import it again")
+        self._io = self._session.io_binding()
+        self._scratch: NDArray[Any] = np.empty(0, self._signature.logits.dtype)
+        self._out: Logits = np.empty((0, 0, 0), np.float32)
+        self.capacity = BUCKET
+        self.reset(1)
+        self._probe()
+
+    @property
+    def batch(self) -> int:
+        return len(self._rows)
+
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        batch, width = tokens.shape
+        if batch > self.batch or len(past_lens) != batch:
+            raise EngineError(f"{batch} rows of tokens, {len(past_lens)} past_lens, for an engine of {self.batch} rows")
+        if width < 1 or int(past_lens.max()) + width > self.capacity:
+            raise EngineError(
+                f"a step of {width} after {int(past_lens.max())} slots exceeds the capacity {self.capacity}"
+            )
+        wanted = np.broadcast_to(np.arange(width), (batch, width)) if logit_index is None else logit_index
+        out = self._result(batch, wanted.shape[1])
+        with self._naming():
+            for row in range(batch):
+                self._step(self._rows[row], tokens[row], int(past_lens[row]), wanted[row], out[row])
+        return out
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > self.capacity:
+            self.capacity = -(-capacity // BUCKET) * BUCKET
+            for row in self._rows:
+                row.reserve(self._slots)
+
+    def reset(self, batch: int) -> None:
+        self._rows: list[RowCache] = [self._cache(self._signature, self._shapes, self._slots) for _ in range(batch)]
+
+    def copy_row(self, source: int, destination: int) -> None:
+        if source != destination:
+            self._rows[destination].copy_from(self._rows[source])
+
+    def close(self) -> None:
+        self._rows, self._session, self._io = [], None, None
+
+    @property
+    def _slots(self) -> int:
+        return min(self.capacity, self._limit)
+
+    def _step(self, row: RowCache, tokens: Tokens, past: int, wanted: Tokens, out: Logits) -> None:
+        """One row: run what fits below the limit, put the wanted logits into ``out`` [L, V]; padding gets zeros."""
+        count = min(len(tokens), self._limit - past)
+        if count < 1:
+            out[:] = 0
+            return
+        # the head, too, must not narrow to a width of one, or its last bits change with the step
+        first = max(0, min(int(wanted.min()), count - 2)) if self._signature.keep else 0
+        logits = self._run(row, tokens[:count], past, count - first)
+        inside = wanted < count
+        out[:] = logits[np.where(inside, wanted, first) - first]
+        out[~inside] = 0
+
+    def _run(self, row: RowCache, tokens: Tokens, past: int, keep: int) -> NDArray[Any]:
+        """Run the graph on one row; logits of the last ``keep`` positions, [keep, V], valid until the next run."""
+        size = keep * self.spec.vocab_size
+        if self._scratch.size < size:
+            self._scratch = np.empty(size, self._scratch.dtype)
+        logits = self._scratch[:size].reshape(1, keep, self.spec.vocab_size)
+        feeds = list(self._feeds(tokens, past, keep))  # named, so that the arrays outlive the run
+        for port, array in feeds:
+            bind_input(self._io, port, array)
+        row.bind(self._io, past, len(tokens))
+        bind_output(self._io, self._signature.logits, logits)
+        self._session.run_with_iobinding(self._io, self._quiet)
+        row.commit(past + len(tokens))
+        return logits[0]
+
+    def _feeds(self, tokens: Tokens, past: int, keep: int) -> Iterator[tuple[Port, NDArray[Any]]]:
+        graph, length = self._signature, past + len(tokens)
+        yield graph.ids, np.ascontiguousarray(tokens[None], graph.ids.dtype)
+        if graph.mask:
+            yield graph.mask, np.ones((1, length), graph.mask.dtype)
+        if graph.positions:
+            yield graph.positions, np.arange(past, length, dtype=graph.positions.dtype)[None]
+        if graph.branch:
+            yield graph.branch, np.array([past > 0])
+        if graph.keep:
+            yield graph.keep, np.full((1,) * len(graph.keep.shape), keep, graph.keep.dtype)
+
+    def _result(self, batch: int, width: int) -> Logits:
+        if self._out.shape[:2] != (batch, width):
+            self._out = np.empty((batch, width, self.spec.vocab_size), np.float32)
+        return self._out
+
+    def _probe(self) -> None:
+        """Two tokens, then one of them again: what the graph cannot do shows now, by name, and not in the loop."""
+        with self._naming():
+            pair = np.zeros(2, np.int64)
+            self._run(self._rows[0], pair, 0, 2)
+            self._run(self._rows[0], pair, 1, 2)
+        self.reset(1)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Put the model's name before what went wrong, on one line."""
+        try:
+            yield
+        except EngineError as error:
+            raise EngineError(f"{self._name}: {error}") from None
+        except Exception as error:  # onnxruntime's own exceptions have no common base
+            raise EngineError(f"{self._name}: the graph cannot take this step: {first_line(error):.300}") from error
