@@ -1,0 +1,253 @@
+"""What speculation is worth here: the fastest plain decode against the pair, alternating in one process.
+
+Both sides are timed after the prompt is in; ``speedup_with_prompt`` counts the prompt too. The plain side is never
+slowed: width 1, exactness off, the fastest graph variant for its number of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ..engines import Engine, Logits, ModelSpec, Tokens
+from .decoder import Decoder
+from .divergence import first_divergence
+from .pair import Pair
+from .settings import Settings
+from .stats import Stats
+
+TIMED_STEPS = 9
+
+
+class Timed:
+    """An engine whose steps are timed; everything else is the engine's own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seconds = 0.0
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.engine.spec
+
+    @property
+    def batch(self) -> int:
+        return self.engine.batch
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        start = perf_counter()
+        logits = self.engine.forward(tokens, past_lens, logit_index)
+        self.seconds += perf_counter() - start
+        return logits
+
+    def reserve(self, capacity: int) -> None:
+        self.engine.reserve(capacity)
+
+    def reset(self, batch: int) -> None:
+        self.engine.reset(batch)
+
+    def copy_row(self, source: int, destination: int) -> None:
+        self.engine.copy_row(source, destination)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """What one side did: wall seconds, those of the prompt, those inside engines, its counters and its tokens."""
+
+    wall: float = 0.0
+    prompt: float = 0.0
+    engines: float = 0.0
+    stats: list[Stats] = dataclasses.field(default_factory=list)
+    outputs: list[list[int]] = dataclasses.field(default_factory=list)
+    walls: list[float] = dataclasses.field(default_factory=list)
+
+    def count(self, name: str) -> int:
+        """A counter of ``Stats``, summed."""
+        return int(sum(getattr(stats, name) for stats in self.stats))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.count("tokens") / (self.wall - self.prompt)
+
+
+Group = list[list[int]]
+
+
+class Bench:
+    """One measurement of one pair: ``run`` gives the report that `leadout bench --json` prints."""
+
+    def __init__(self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1) -> None:
+        """``settings`` as for ``Pair.generate``."""
+        self.pair, self.batch_size = pair, batch_size
+        self.settings = pair.settings(settings)
+        self.plain_settings = dataclasses.replace(self.settings, draft="none")
+        self.target = Timed(pair.target)
+        self.draft = None if pair.draft is None else Timed(pair.draft)
+        self.plain = Decoder(self.target, None, exact=False)
+        self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
+
+    def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+        """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
+        sides = {"plain": self._plain, "speculative": self._speculative}
+        if self.batch_size > 1:
+            sides["alone"] = self._alone
+        totals = {name: Totals() for name in sides}
+        groups = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+        for side in sides.values():
+            side(groups[0], Totals())
+        for number, group in enumerate(groups):
+            for name in sorted(sides, reverse=number % 2 == 1):
+                sides[name](group, totals[name])
+            progress(f"{min((number + 1) * self.batch_size, len(prompts))} of {len(prompts)} prompts")
+        return self._report(prompts, groups, totals)
+
+    def _plain(self, group: Group, totals: Totals) -> None:
+        self._time(self.plain, group, self.plain_settings, totals)
+
+    def _speculative(self, group: Group, totals: Totals) -> None:
+        self._time(self.speculative, group, self.settings, totals)
+
+    def _alone(self, group: Group, totals: Totals) -> None:
+        for prompt in group:
+            self._time(self.speculative, [prompt], self.settings, totals)
+
+    def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
+        engines = [engine for engine in (self.target, self.draft) if engine is not None]
+        before, start = sum(engine.seconds for engine in engines), perf_counter()
+        outputs, stats = decode(decoder, group, settings, self.pair)
+        wall = perf_counter() - start
+        totals.wall += wall
+        totals.walls.append(wall)
+        totals.engines += sum(engine.seconds for engine in engines) - before
+        totals.prompt += sum(row.seconds["prefill"] for row in stats)
+        totals.stats += stats
+        totals.outputs += outputs
+
+    def _report(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
+        plain, speculative = totals["plain"], totals["speculative"]
+        tested, rounds = speculative.count("tested"), speculative.count("rounds")
+        cost = self._costs(groups[0], -(-speculative.count("drafted") // rounds))
+        report: dict[str, Any] = {
+            "plain": {"tokens_per_second": plain.tokens_per_second},
+            "speculative": {"tokens_per_second": speculative.tokens_per_second},
+            "speedup": speculative.tokens_per_second / plain.tokens_per_second,
+            "speedup_median": median(a / b for a, b in zip(plain.walls, speculative.walls, strict=True)),
+            "speedup_with_prompt": (speculative.count("tokens") / speculative.wall)
+            / (plain.count("tokens") / plain.wall),
+            "predicted_speedup": self._predict(speculative, cost),
+            "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
+            "tokens_per_round": speculative.count("tokens") / rounds,
+            "host_share": (speculative.wall - speculative.engines) / (speculative.wall - speculative.prompt),
+            "seconds": {
+                name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
+            },
+            "cost_ms": cost,
+            "prompts": len(prompts),
+            "batch_size": self.batch_size,
+        }
+        if "alone" in totals:
+            alone = totals["alone"].tokens_per_second
+            report["alone"] = {"tokens_per_second": alone}
+            report["batch_gain"] = speculative.tokens_per_second / alone
+        return report | self._identity(prompts, groups, totals) | surroundings()
+
+    def _identity(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
+        """Same tokens as the target alone (exact); where the width-1 side differs from it: near-tie or fault."""
+        if self.settings.acceptance_rule not in ("greedy", "coupled"):
+            return {"identical_outputs": None, "plain_divergences": None}
+        reference: list[list[int]] = []
+        for group in groups:
+            reference += decode(self.speculative, group, self.plain_settings, self.pair)[0]
+        divergences = []
+        if self.settings.acceptance_rule == "greedy":
+            pairs = zip(prompts, reference, totals["plain"].outputs, strict=True)
+            found = (first_divergence(self.pair, prompt, exact, plain) for prompt, exact, plain in pairs)
+            divergences = [dataclasses.asdict(divergence) for divergence in found if divergence is not None]
+        return {
+            "identical_outputs": totals["speculative"].outputs == reference,
+            "plain_divergences": divergences,
+        }
+
+    def _costs(self, group: Group, drafts: int) -> dict[str, Any]:
+        """Milliseconds a step (medians) in the middle of this group's answers, by what a round needs."""
+        rows = len(group)
+        past = np.array([len(prompt) + self.settings.max_new_tokens // 2 for prompt in group], np.int64)
+        narrowest = 2 if self.pair.exact else 1
+        widths = sorted({1, max(drafts, narrowest), max(drafts + 1, narrowest)})
+        target = {width: step_ms(self.pair.target, rows, width, past) for width in widths}
+        drafting = self.settings.draft == "model" and self.pair.draft is not None
+        draft = step_ms(self.pair.draft, rows, 1, past) if drafting and self.pair.draft is not None else 0.0
+        return {"target": target, "draft": draft}
+
+    def _predict(self, totals: Totals, cost: dict[str, Any]) -> float:
+        """Speedup from measured costs alone: tokens a round over what a round of the mean length costs."""
+        rounds = totals.count("rounds")
+        drafts = totals.count("drafted") / rounds
+        widths = sorted(cost["target"])
+        step = float(np.interp(drafts + 1, widths, [cost["target"][width] for width in widths]))
+        return totals.count("tokens") / rounds * cost["target"][1] / (step + drafts * cost["draft"])
+
+
+def decode(decoder: Decoder, group: Group, settings: Settings, pair: Pair) -> tuple[Group, list[Stats]]:
+    """The new tokens and the counters of every prompt of a group."""
+    outputs: Group = [[] for _ in group]
+    stats: dict[int, Stats] = {}
+    eos = pair.bundle.manifest.models["target"].eos_token_ids
+    for event in decoder.decode([(prompt, settings) for prompt in group], eos_token_ids=eos):
+        outputs[event.index] += [token for token, _ in event.tokens]
+        if event.stats is not None:
+            stats[event.index] = event.stats
+    return outputs, [stats[index] for index in range(len(group))]
+
+
+def step_ms(engine: Engine, rows: int, width: int, past: Tokens) -> float:
+    """Milliseconds of one step of ``width`` tokens a row on top of ``past`` (the median of a few)."""
+    engine.reset(rows)
+    past = np.minimum(past, engine.spec.max_context - width)
+    engine.reserve(int(past.max()) + width)
+    tokens = np.zeros((rows, width), np.int64)
+    seconds = []
+    for _ in range(TIMED_STEPS):
+        start = perf_counter()
+        engine.forward(tokens, past)
+        seconds.append(perf_counter() - start)
+    return 1e3 * median(seconds)
+
+
+def surroundings() -> dict[str, Any]:
+    """The hardware and the versions a measurement belongs to."""
+    names = ("leadout", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "hardware": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
+        "versions": versions,
+    }
+
+
+def processor() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,181 @@
+"""What ``leadout check`` proves on this machine, without PyTorch: parity, exactness, identity.
+
+Numbers first (golden logits from transformers; one bit pattern for all step widths), then tokens (with and without
+each drafter, sampled with one seed, in a batch and alone). Where two graph variants part, rounding must explain it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle import Bundle, Model
+from ..engines import Engine, Logits, Tokens, open_engine
+from ..errors import BundleError
+from .divergence import first_divergence
+from .pair import Pair, cores, load
+
+GOLDEN = "golden.npz"
+WIDTHS = range(2, 10)
+NEW_TOKENS = 24
+# The largest difference of logits from float32 transformers, as a share of the logits' own range.
+PARITY = {"fp32": 1e-4, "fp16": 2e-2, "int8": 1.5e-1, "int4": 3e-1}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report: what was checked, whether it held, and the figure behind it."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Golden:
+    """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits."""
+
+    tokens: Tokens
+    lengths: Tokens
+    ids: NDArray[np.int32]
+    logits: Logits
+
+    @classmethod
+    def read(cls, path: Path) -> Golden:
+        """Raises BundleError if the file is not what the exporter writes."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return cls(*(stored[field.name] for field in dataclasses.fields(cls)))
+        except (OSError, ValueError, KeyError) as error:
+            raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
+
+    def rows(self) -> list[list[int]]:
+        """The token rows without padding."""
+        return [row[:length].tolist() for row, length in zip(self.tokens, self.lengths, strict=True)]
+
+
+def run(path: str | Path, *, provider: str = "cpu", threads: int | None = None) -> Iterator[Check]:
+    """Every check of a bundle, one by one. Raises BundleError if it cannot be read at all."""
+    bundle = Bundle.read(path)
+    yield Check("files", True, "sizes and SHA-256 as in the manifest")
+    for role in bundle.manifest.models:
+        yield from check_model(role, bundle.model(role), provider, threads or cores())
+    yield from check_tokens(bundle, provider, threads)
+
+
+def check_model(role: str, model: Model, provider: str, threads: int) -> Iterator[Check]:
+    """Golden parity and step widths of every graph variant of one model."""
+    golden = Golden.read(model.folder / GOLDEN) if GOLDEN in model.entry.files else None
+    for variant in model.entry.variants:
+        engine = open_engine(model, provider=provider, threads=threads, variant=variant)
+        try:
+            if golden is not None:
+                yield check_parity(f"{role} {variant}: golden logits", engine, golden, model.entry.precision)
+            tokens = golden.tokens if golden is not None else np.arange(2, 26, dtype=np.int64)[None]
+            yield check_widths(
+                f"{role} {variant}: widths 2 to {WIDTHS[-1]}", engine, tokens[:1] % model.entry.vocab_size
+            )
+        finally:
+            engine.close()
+
+
+def check_parity(name: str, engine: Engine, golden: Golden, precision: str) -> Check:
+    """Compare with the golden logits; the range of a position's kept logits is the unit."""
+    worst, agreed = 0.0, []
+    for row, (tokens, length) in enumerate(zip(golden.tokens, golden.lengths.tolist(), strict=True)):
+        engine.reset(1)
+        engine.reserve(length)
+        logits = engine.forward(tokens[None, :length], np.zeros(1, np.int64))[0]
+        expected = golden.logits[row, :length]
+        found = np.take_along_axis(logits, golden.ids[row, :length].astype(np.int64), axis=-1)
+        worst = max(worst, float((np.abs(found - expected).max(-1) / np.maximum(np.ptp(expected, axis=-1), 1.0)).max()))
+        agreed += (logits.argmax(-1) == golden.ids[row, :length, 0]).tolist()
+    detail = (
+        f"off by {worst:.1e} of the range (at most {PARITY[precision]:.0e}), same first choice {np.mean(agreed):.1%}"
+    )
+    return Check(name, worst <= PARITY[precision], detail)
+
+
+def check_widths(name: str, engine: Engine, tokens: Tokens) -> Check:
+    """Feed one row in steps of every width >= 2: the logits must be the same bits. tokens [1, T]."""
+    reference: Logits | None = None
+    differing = []
+    for width in WIDTHS:
+        logits = stepped(engine, tokens, width)
+        reference = logits if reference is None else reference
+        if not np.array_equal(reference, logits):
+            differing.append(f"{width} (by {np.abs(reference - logits).max():.1e})")
+    return Check(name, not differing, "one bit pattern" if not differing else f"differ: {', '.join(differing)}")
+
+
+def stepped(engine: Engine, tokens: Tokens, width: int) -> Logits:
+    """Logits [T, vocab_size] of a row fed ``width`` tokens at a time; the last step is filled up with padding."""
+    total = tokens.shape[1]
+    padded = np.pad(tokens, ((0, 0), (0, -total % width)))
+    engine.reset(1)
+    engine.reserve(padded.shape[1])
+    steps = range(0, padded.shape[1], width)
+    parts = [engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0].copy() for at in steps]
+    return np.concatenate(parts)[:total]
+
+
+def check_tokens(bundle: Bundle, provider: str, threads: int | None) -> Iterator[Check]:
+    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone."""
+    prompts = ragged(bundle)
+    drafters = [*(["model"] if "draft" in bundle.manifest.models else []), "ngram"]
+    with load(bundle.path, provider=provider, threads=threads) as pair:
+        for title, settings in (("greedy", {"temperature": 0.0}), ("coupled", {"temperature": 1.0, "seed": 7})):
+            wanted: dict[str, Any] = settings | {"rule": title, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+            alone = answers(pair, prompts, draft="none", **wanted)
+            for draft in drafters:
+                yield same(f"{title}: draft {draft} against none", alone, answers(pair, prompts, draft=draft, **wanted))
+        yield check_batch(pair, prompts)
+    for variant in bundle.model("target").entry.variants:
+        if variant != "gqa":  # one row only: there is no batch to compare with
+            with load(bundle.path, provider=provider, threads=threads, variant=variant) as pair:
+                batch = [
+                    result.token_ids for result in pair.generate(prompts, temperature=0.0, max_new_tokens=NEW_TOKENS)
+                ]
+                alone = answers(pair, prompts, temperature=0.0, max_new_tokens=NEW_TOKENS)
+                yield same(f"greedy: batch against alone, {variant}", alone, batch)
+
+
+def check_batch(pair: Pair, prompts: list[list[int]]) -> Check:
+    """A batch against each alone, each with its fastest variant: the first differences must be near-ties."""
+    wanted = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
+    batch = [result.token_ids for result in pair.generate(prompts, **wanted)]
+    alone = answers(pair, prompts, **wanted)
+    found = [first_divergence(pair, *row) for row in zip(prompts, alone, batch, strict=True)]
+    parted = [divergence for divergence in found if divergence is not None]
+    detail = ", ".join(f"token {d.position} by {d.margin:.1e}{'' if d.near_tie else ' (FAULT)'}" for d in parted)
+    ok = all(divergence.near_tie for divergence in parted)
+    return Check("greedy: batch against alone, auto", ok, f"near-ties at {detail}" if parted else "the same tokens")
+
+
+def ragged(bundle: Bundle) -> list[list[int]]:
+    """Prompts of different lengths from the golden rows (or plain ids where a bundle has none)."""
+    model = bundle.model("target")
+    if GOLDEN in model.entry.files:
+        rows = Golden.read(model.folder / GOLDEN).rows()
+    else:
+        rows = [[(i * 7 + j) % model.entry.vocab_size for j in range(24)] for i in range(3)]
+    room = model.entry.max_context - NEW_TOKENS - 1
+    return [row[: max(1, min(room, len(row) - 3 * i))] for i, row in enumerate(rows)]
+
+
+def answers(pair: Pair, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
+    """The new tokens of each prompt, asked one at a time."""
+    return [pair.generate(prompt, **settings).token_ids for prompt in prompts]
+
+
+def same(name: str, expected: list[list[int]], found: list[list[int]]) -> Check:
+    """Whether two sets of answers are the same tokens."""
+    parted = [i for i, (ours, theirs) in enumerate(zip(expected, found, strict=True)) if ours != theirs]
+    tokens = sum(map(len, expected))
+    detail = f"{tokens} tokens of {len(expected)} prompts" if not parted else f"prompt {parted[0]} differs"
+    return Check(name, not parted, detail)

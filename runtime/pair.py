@@ -1,0 +1,299 @@
+"""The user's face: a bundle becomes a ``Pair``; prompts become ``Result``s, or ``Piece``s as they are written."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+from ..bundle import Bundle, Manifest
+from ..engines import Engine, open_engine
+from ..errors import BundleError, UsageError
+from .decoder import Decoder, Event
+from .settings import Settings
+from .stats import Stats
+from .text import Codec, TextStream
+
+SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+class Request:
+    """A prompt (text or token ids) with settings of its own, which win over those of the whole call."""
+
+    def __init__(self, prompt: str | Sequence[int], **settings: Any) -> None:
+        """Raises UsageError for a setting that does not exist."""
+        self.prompt = prompt
+        self.settings = check_names(settings)
+
+
+Prompt = str | Sequence[int] | Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """What a round brought, in runs of one author: text to show, its token ids, whether the draft proposed them.
+
+    Text that may still become a stop string, or an unfinished character, comes with a later piece: ``text`` may be
+    empty. Joined, the pieces' texts are ``Result.text`` and their ids ``Result.token_ids``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    from_draft: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One answer.
+
+    ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
+    answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
+    (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
+    (greedy, coupled) or drawn from the same law (rejection, block). ``seed`` is what was drawn with, None if nothing
+    was; ``draft`` says who proposed.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    lossless: bool
+    rule: str
+    seed: int | None
+    draft: str
+    stats: Stats
+
+
+class Stream(Iterator[Piece]):
+    """Pieces of one answer as they come; afterwards ``result`` is the whole."""
+
+    def __init__(self, answers: Iterator[tuple[int, Piece | Result]]) -> None:
+        self._answers = answers
+        self._result: Result | None = None
+
+    def __next__(self) -> Piece:
+        for _, item in self._answers:
+            if isinstance(item, Piece):
+                return item
+            self._result = item
+        raise StopIteration
+
+    @property
+    def result(self) -> Result:
+        """The finished answer. Raises UsageError while pieces are still to come."""
+        if self._result is None:
+            raise UsageError("the stream has no result yet: take its pieces to the end first")
+        return self._result
+
+
+@dataclasses.dataclass(slots=True)
+class _Answer:
+    """One answer in the making: ids and text that are already given out."""
+
+    settings: Settings
+    text: TextStream
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    shown: int = 0
+
+    def pieces(self, event: Event) -> Iterator[Piece]:
+        """Take the round's tokens; changes ``token_ids`` and ``shown``."""
+        self.text.keep(len(self.token_ids) + len(event.tokens))
+        if event.finish_reason is not None:
+            self.text.close()
+        for from_draft, run in itertools.groupby(event.tokens, key=lambda token: token[1]):
+            ids = tuple(token_id for token_id, _ in run)
+            self.token_ids += ids
+            end = max(self.shown, min(self.text.ends[len(self.token_ids) - 1], self.text.visible))
+            yield Piece(self.text.text[self.shown : end], ids, from_draft)
+            self.shown = end
+
+
+class Pair:
+    """A target, perhaps a draft, and a tokenizer, ready to write. A context manager.
+
+    One answer (or batch) at a time: a new call ends a stream that was not taken to its end.
+    """
+
+    def __init__(
+        self, bundle: Bundle, codec: Codec, target: Engine, draft: Engine | None, *, exact: bool, batch_size: int
+    ) -> None:
+        """Made by ``load``; takes the engines over and closes them."""
+        self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
+        self.batch_size = batch_size
+        self.decoder = Decoder(target, draft, exact=exact)
+        self._defaults = {"draft": "model" if draft else "ngram", **sampling_defaults(bundle.manifest)}
+
+    @overload
+    def generate(self, prompt: str | Request, **settings: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: Sequence[int], **settings: Any) -> Result: ...
+    @overload
+    def generate(self, prompt: Sequence[str | Request | Sequence[int]], **settings: Any) -> list[Result]: ...
+
+    def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
+        """Answer one prompt (text, token ids or Request), or a list of them as a batch.
+
+        ``settings`` are the fields of ``Settings``, the command line's options. Raises UsageError for an unknown or
+        illegal one, ContextError for a prompt that does not fit. A batch larger than ``batch_size`` runs in groups.
+        """
+        single = is_single(prompt)
+        prompts = [prompt] if single else list(prompt)
+        results = {index: item for index, item in self._run(prompts, settings) if isinstance(item, Result)}
+        return results[0] if single else [results[index] for index in range(len(prompts))]
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Stream:
+        """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
+        return Stream(self._run([prompt], settings))
+
+    def settings(self, given: Mapping[str, Any]) -> Settings:
+        """The bundle's defaults with ``given`` on top, checked."""
+        given = {**self._defaults, **check_names(given)}
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(value := given.get(name), (str, list)):
+                given[name] = (value,) if isinstance(value, str) else tuple(value)
+        settings = Settings(**given)
+        if settings.draft == "model" and self.draft is None:
+            raise UsageError("draft 'model': this bundle has no draft model (possible: ngram, none)")
+        return settings
+
+    def _run(self, prompts: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Piece | Result]]:
+        """Check everything now, run when iterated: (index of the prompt, what it brought)."""
+        check_names(given)
+        requests = [self._request(prompt, given) for prompt in prompts]
+        starts = range(0, len(requests), self.batch_size)
+        groups = [self._admit(start, requests[start : start + self.batch_size]) for start in starts]
+        return itertools.chain.from_iterable(groups)
+
+    def _request(self, prompt: Any, given: Mapping[str, Any]) -> tuple[list[int], Settings]:
+        if isinstance(prompt, Request):
+            prompt, given = prompt.prompt, {**given, **prompt.settings}
+        return self.token_ids(prompt), self.settings(given)
+
+    def token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """The ids of a prompt, given as text or as ids."""
+        return self.codec.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
+
+    def _admit(self, start: int, requests: list[tuple[list[int], Settings]]) -> Iterator[tuple[int, Piece | Result]]:
+        """One group; ``start`` is the index of its first prompt. The decoder checks it now and runs when iterated."""
+        answers = [
+            _Answer(settings, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens))
+            for ids, settings in requests
+        ]
+        eos = self.bundle.manifest.models["target"].eos_token_ids
+        events = self.decoder.decode(
+            requests, eos_token_ids=eos, stop_matcher_factory=lambda index: answers[index].text.push
+        )
+        return self._answer(start, answers, events)
+
+    def _answer(
+        self, start: int, answers: list[_Answer], events: Iterator[Event]
+    ) -> Iterator[tuple[int, Piece | Result]]:
+        for event in events:
+            answer = answers[event.index]
+            yield from ((start + event.index, piece) for piece in answer.pieces(event))
+            if event.stats is not None:
+                yield start + event.index, self._result(answer, event)
+
+    def _result(self, answer: _Answer, event: Event) -> Result:
+        assert event.finish_reason is not None and event.stats is not None
+        return Result(
+            text=answer.text.text[: answer.text.visible],
+            token_ids=answer.token_ids,
+            finish_reason=event.finish_reason,
+            lossless=self.exact or answer.settings.draft == "none",
+            rule=event.rule,
+            seed=None if event.rule == "greedy" else event.seed,
+            draft=answer.settings.draft,
+            stats=event.stats,
+        )
+
+    def close(self) -> None:
+        """Release both models. Calling it twice is fine."""
+        self.target.close()
+        if self.draft is not None:
+            self.draft.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load(
+    bundle: str | Path,
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    variant: str = "auto",
+    exact: bool = True,
+    batch_size: int = 16,
+) -> Pair:
+    """Open a bundle for generating.
+
+    ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools slow each other
+    down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target from steps of width 1, which round
+    differently, so that greedy and coupled answers are bit for bit the target's own. ``batch_size`` is the most
+    prompts that run at once. Raises BundleError, EngineError or UsageError.
+    """
+    if batch_size < 1:
+        raise UsageError(f"batch_size must be at least 1, not {batch_size}")
+    found = Bundle.read(bundle)
+    codec = Codec(found.path / "tokenizer.json")
+    check_vocabulary(found.manifest, codec)
+    open_model = {"provider": provider, "variant": variant}
+    target = open_engine(found.model("target"), threads=threads if threads is not None else cores(), **open_model)
+    try:
+        draft = open_engine(found.model("draft"), threads=1, **open_model) if "draft" in found.manifest.models else None
+    except BaseException:
+        target.close()
+        raise
+    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size)
+
+
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_single(prompt: Any) -> bool:
+    """Whether ``prompt`` is one prompt (text, Request, or a non-empty sequence of ids) and not a list of them."""
+    if isinstance(prompt, (str, Request)):
+        return True
+    return len(prompt) > 0 and not isinstance(prompt[0], (str, Request, Sequence))
+
+
+def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
+    for name in given:
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(SETTINGS)}"
+            raise UsageError(f"unknown setting '{name}' ({hint})")
+    return dict(given)
+
+
+def sampling_defaults(manifest: Manifest) -> dict[str, Any]:
+    """The bundle's own sampling defaults. Raises BundleError for one that Leadout does not know."""
+    if unknown := sorted(set(manifest.sampling) - set(SETTINGS)):
+        raise BundleError(f"leadout.json: sampling: unknown option '{unknown[0]}' (known: {', '.join(SETTINGS)})")
+    return {
+        name: int(value) if isinstance(SETTINGS[name].default, int) else value
+        for name, value in manifest.sampling.items()
+    }
+
+
+def check_vocabulary(manifest: Manifest, codec: Codec) -> None:
+    """Raise BundleError unless target, draft and tokenizer agree on the token ids."""
+    sizes = {role: model.vocab_size for role, model in manifest.models.items()}
+    if len(set(sizes.values())) > 1:
+        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        raise BundleError(f"draft and target have different vocabularies ({named}); a pair must share its token ids")
+    if codec.vocab_size() > sizes["target"]:
+        raise BundleError(f"the tokenizer has {codec.vocab_size()} ids, the target only {sizes['target']}")

@@ -1,0 +1,109 @@
+"""Where text and token ids meet: what a prompt's ids are, which text may be shown already, where a stop string ends.
+
+Torch-free: the ``tokenizers`` library alone. Special tokens are read in a prompt and never shown in an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ..errors import BundleError
+
+# A decoder such as SentencePiece's drops a leading space; a few ids of context keep it.
+CONTEXT_IDS = 8
+
+
+class Codec:
+    """A bundle's ``tokenizer.json``."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BundleError if the file is missing or not a tokenizer."""
+        try:
+            self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BundleError(f"{path} is missing; copy the whole bundle or export it again") from None
+        except Exception as error:  # tokenizers raises bare Exception
+            raise BundleError(f"{path}: not a tokenizer: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance)."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def vocab_size(self) -> int:
+        """One more than the largest id this tokenizer can give."""
+        return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+class TextStream:
+    """One answer as it grows: its text, the offset where each token's text ends, and how much may be shown.
+
+    Fed token by token, so where a stop string ends does not depend on how many tokens a round brought.
+    ``ends[i]`` is the length of the text once token i is in; bytes of an unfinished character count with the token
+    that completes it. Text that may still become a stop string is held back (``visible``).
+    """
+
+    def __init__(self, codec: Codec, prompt: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """``stop``: non-empty strings; one completed within the first ``min_tokens`` tokens does not count."""
+        self._codec = codec
+        self._context = list(prompt[-CONTEXT_IDS:])
+        self._decode = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._ids: list[int] = []
+        self._stop_at: int | None = None
+        self.text = ""
+        self.ends: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Take new tokens; how many of them to keep if a stop string was completed (the last kept one completed it).
+
+        Tokens after a stop are not taken.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            before = len(self.text)
+            self.text += self._decode.step(self._codec.tokenizer, token_id) or ""
+            self._ids.append(token_id)
+            self.ends.append(len(self.text))
+            if len(self._ids) > self._min_tokens and self._find_stop(before):
+                return count
+        return None
+
+    def keep(self, count: int) -> None:
+        """Forget all but the first ``count`` tokens: the decoder may have cut the round for a reason of its own."""
+        if count < len(self._ids):
+            del self._ids[count:], self.ends[count:]
+            self.text = self.text[: self.ends[-1] if self.ends else 0]
+            self._stop_at = None  # its last character came with the last token
+            self._decode = DecodeStream(ids=self._context + self._ids, skip_special_tokens=True)
+
+    def close(self) -> None:
+        """No more tokens: what was held back may be shown, an unfinished character as U+FFFD."""
+        whole = self._codec.decode(self._context + self._ids)
+        start = len(self._codec.decode(self._context))
+        if self._stop_at is None and whole[start:].startswith(self.text):
+            self.text = whole[start:]
+            if self.ends:
+                self.ends[-1] = len(self.text)
+        self._stop = ()
+
+    @property
+    def visible(self) -> int:
+        """How many characters may be shown now."""
+        if self._stop_at is not None:
+            return self._stop_at
+        held = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return len(self.text) - max(held, default=0)
+
+    def _find_stop(self, before: int) -> bool:
+        """Look for the first stop string that ends after ``before``."""
+        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
+        self._stop_at = min((at for at in found if at >= 0), default=None)
+        return self._stop_at is not None

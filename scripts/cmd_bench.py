@@ -1,0 +1,92 @@
+"""`leadout bench`: speculation against the fastest plain decode, on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import UsageError
+from .options import ENGINE, SETTINGS, given, options, read_prompts
+
+# A checkout has held-out prompts for the demo pair; an installed package has these.
+CHECKOUT = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
+BUILT_IN = (
+    'def quicksort(items):\n    """Sort a list in place."""\n',
+    "import json\nimport sys\n\n\ndef main(argv=None):\n",
+    "class LRUCache:\n    def __init__(self, capacity):\n",
+    "def fibonacci(n):\n",
+    "with open(path, encoding='utf-8') as stream:\n    for line in stream:\n",
+    "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_empty(self):\n",
+)
+
+
+@click.command("bench")
+@click.argument("bundle", type=click.Path())
+@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ...} a line.')
+@click.option("--limit", type=int, metavar="N", help="Only the first N prompts.")
+@click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
+@options(SETTINGS)
+@options(ENGINE)
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
+def command(
+    bundle: str,
+    prompts: str | None,
+    limit: int | None,
+    batch_size: int,
+    as_json: bool,
+    provider: str,
+    threads: int | None,
+    variant: str,
+    exact: bool,
+    **settings: Any,
+) -> None:
+    """Measure the pair in BUNDLE against the fastest plain decode of its target, alternating in one process.
+
+    The plain side takes steps of width 1 with exactness off. Greedy unless --temperature is given.
+    """
+    from ..runtime.bench import Bench
+    from ..runtime.pair import load
+
+    if batch_size < 1 or (limit is not None and limit < 1):
+        raise UsageError("--batch-size and --limit must be at least 1")
+    path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
+    rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
+    with load(bundle, provider=provider, threads=threads, variant=variant, exact=exact) as pair:
+        wanted = {"temperature": 0.0} | given(settings)
+        ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
+        report = Bench(pair, wanted, batch_size).run(ids, progress)
+    report["source"] = path or "built-in prompts"
+    click.echo(json.dumps(report) if as_json else table(report))
+
+
+def progress(line: str) -> None:
+    """A line that overwrites itself, on a terminal only."""
+    if sys.stderr.isatty():
+        click.echo(f"\r{line}\x1b[K", err=True, nl=False)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    rows = [
+        ("plain decode", f"{report['plain']['tokens_per_second']:.1f} tokens/s"),
+        ("speculative", f"{report['speculative']['tokens_per_second']:.1f} tokens/s"),
+        ("speedup", f"{report['speedup']:.2f} (the costs alone predict {report['predicted_speedup']:.2f})"),
+        ("with the prompt", f"{report['speedup_with_prompt']:.2f}"),
+        ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
+        ("host share", f"{report['host_share']:.1%}"),
+        ("same tokens", {True: "yes", False: "NO", None: "not promised by this rule"}[report["identical_outputs"]]),
+        ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),
+        ("hardware", f"{report['hardware']['processor']}, {report['hardware']['cores']} cores"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
+    ]
+    if "alone" in report:
+        alone = f"{report['alone']['tokens_per_second']:.1f} tokens/s; at once: {report['batch_gain']:.2f} times that"
+        rows.insert(3, ("one at a time", alone))
+    for divergence in report["plain_divergences"] or ():
+        kind = "near-tie" if divergence["near_tie"] else "FAULT"
+        rows.append((kind, f"width 1 parts at token {divergence['position']}, margin {divergence['margin']:.1e}"))
+    return "\n".join(f"{name:16} {value}" for name, value in rows)

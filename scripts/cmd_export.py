@@ -1,0 +1,72 @@
+"""`leadout export`: checkpoints, or other exporters' ONNX directories, become a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..errors import ExportError, UsageError
+
+PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
+
+
+@click.command("export")
+@click.argument("target", required=False)
+@click.option("--draft", metavar="DRAFT", help="The draft: a checkpoint directory or hub id.")
+@click.option("--from-onnx", "onnx_target", type=click.Path(), metavar="DIR", help="An exported target instead.")
+@click.option("--draft-from-onnx", "onnx_draft", type=click.Path(), metavar="DIR", help="An exported draft instead.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Where to write."
+)
+@click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
+@click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: as the target]")
+@click.option("--max-context", type=int, metavar="N", help="Positions to allow. [default: the model's own]")
+def command(
+    target: str | None,
+    draft: str | None,
+    onnx_target: str | None,
+    onnx_draft: str | None,
+    output: Path,
+    precision: str | None,
+    draft_precision: str | None,
+    max_context: int | None,
+) -> None:
+    """Write BUNDLE from TARGET (a checkpoint directory or hub id) and its draft.
+
+    With --from-onnx, TARGET and its draft are directories that optimum, onnx-community or onnxruntime-genai wrote;
+    they keep the precision they have.
+    """
+    if (target is None) == (onnx_target is None):
+        raise UsageError("give one target: TARGET (a checkpoint) or --from-onnx DIR")
+    try:
+        if onnx_target is None:
+            if onnx_draft is not None:
+                raise UsageError("--draft-from-onnx goes with --from-onnx; give the draft with --draft")
+            from ..export.build import export_pair
+
+            export_pair(
+                str(target),
+                draft,
+                output,
+                precision=precision or "fp32",
+                draft_precision=draft_precision,
+                max_context=max_context,
+                progress=tell,
+            )
+        else:
+            if draft or precision or draft_precision or max_context is not None:
+                raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
+            from ..export.foreign import import_pair
+
+            import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, output, progress=tell)
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'"
+        ) from None
+    click.echo(str(output))
+
+
+def tell(line: str) -> None:
+    """Progress, to stderr."""
+    click.echo(line, err=True)

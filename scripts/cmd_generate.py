@@ -1,0 +1,111 @@
+"""`leadout generate`: text to stdout as it comes, what it cost to stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from .options import ENGINE, SETTINGS, given, options, read_prompts
+
+if TYPE_CHECKING:
+    from ..runtime.pair import Pair, Request, Result, Stream
+
+STATS = (
+    "rounds",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "accepted_per_position",
+    "tokens_per_round",
+    "tokens_per_second",
+    "seconds",
+)
+
+
+@click.command("generate")
+@click.argument("bundle", type=click.Path())
+@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="What to continue. Repeatable: a batch.")
+@click.option(
+    "--batch-file", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ..., any settings} a line: a batch.'
+)
+@click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
+@options(SETTINGS)
+@options(ENGINE)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of text.")
+def command(
+    bundle: str,
+    prompts: tuple[str, ...],
+    batch_file: str | None,
+    batch_size: int,
+    as_json: bool,
+    provider: str,
+    threads: int | None,
+    variant: str,
+    exact: bool,
+    **settings: Any,
+) -> None:
+    """Continue prompts with the pair in BUNDLE.
+
+    Text goes to stdout as it is written (on a terminal, what the draft proposed is tinted), a summary to stderr.
+    """
+    from ..runtime.pair import Request, load
+
+    requests = [Request(prompt) for prompt in prompts]
+    if batch_file is not None:
+        requests += [Request(**row) for row in read_prompts(batch_file)]
+    if not requests:
+        raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
+    with load(bundle, provider=provider, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
+        if as_json or len(requests) > 1:
+            write_batch(pair, requests, given(settings), as_json)
+        else:
+            write_stream(pair.stream(requests[0], **given(settings)))
+
+
+def write_stream(stream: Stream) -> None:
+    """Show pieces as they come, drafted ones tinted, then the summary."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for piece in stream:
+        if console.is_terminal:
+            console.print(Text(piece.text, style="cyan" if piece.from_draft else ""), end="")
+        else:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    click.echo()
+    summarise(stream.result)
+
+
+def write_batch(pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool) -> None:
+    """Answer all requests, in order: a JSON object a line, or the texts one after the other."""
+    for result in pair.generate(requests, **settings):
+        click.echo(json.dumps(to_json(result)) if as_json else result.text)
+        if not as_json:
+            summarise(result)
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """A result as `--json` prints it."""
+    row = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    del row["draft"]
+    return row | {"stats": {name: getattr(result.stats, name) for name in STATS}}
+
+
+def summarise(result: Result) -> None:
+    """One line on stderr: tokens, speed, acceptance, rule."""
+    stats = result.stats
+    parts = [
+        f"{stats.tokens} tokens in {stats.total_seconds:.2f} s, {stats.tokens_per_second:.0f} a second",
+        f"{stats.tokens_per_round:.2f} a round",
+        f"draft {result.draft}: {stats.accepted} of {stats.tested} accepted" if stats.tested else "no draft",
+        f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
+        f"stopped by {result.finish_reason}",
+    ]
+    click.echo("; ".join(parts), err=True)

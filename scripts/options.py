@@ -1,0 +1,139 @@
+"""The options that several commands share, and how they become ``Settings``: flags are field names with dashes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from ..errors import UsageError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class DraftLength(click.ParamType):
+    """A number of tokens, or ``auto``. The range is checked by ``Settings``, as in the Python API."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto" or isinstance(value, int):
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"'{value}' is neither a number nor 'auto'", param, ctx)
+
+
+class Bias(click.ParamType):
+    """``ID=VALUE``: what to add to one token's logit."""
+
+    name = "ID=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            token_id, bias = value.split("=")
+            return int(token_id), float(bias)
+        except ValueError:
+            self.fail(f"'{value}' is not ID=VALUE, for instance 42=-5", param, ctx)
+
+
+SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--max-new-tokens", {"type": int, "metavar": "N", "help": "Stop after N tokens. [default: 128]"}),
+    ("--min-new-tokens", {"type": int, "metavar": "N", "help": "No stop before N tokens. [default: 0]"}),
+    ("--temperature", {"type": float, "metavar": "T", "help": "0 is greedy. [default: the bundle's, or 0]"}),
+    ("--top-k", {"type": int, "metavar": "K", "help": "Sample among the K likeliest; 0 is off."}),
+    ("--top-p", {"type": float, "metavar": "P", "help": "Sample among the likeliest that sum to P; 1 is off."}),
+    ("--min-p", {"type": float, "metavar": "P", "help": "Drop tokens below P times the likeliest; 0 is off."}),
+    (
+        "--repetition-penalty",
+        {"type": float, "metavar": "X", "help": "Divide logits of tokens already seen; 1 is off."},
+    ),
+    ("--presence-penalty", {"type": float, "metavar": "X", "help": "Subtract from tokens already written; 0 is off."}),
+    ("--frequency-penalty", {"type": float, "metavar": "X", "help": "Subtract for each time written; 0 is off."}),
+    ("--logit-bias", {"type": Bias(), "multiple": True, "help": "Add VALUE to a token's logit. Repeatable."}),
+    ("--stop", {"multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
+    ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
+    ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
+    ("--seed", {"type": int, "metavar": "S", "help": "Repeat a text exactly."}),
+    ("--draft", {"type": click.Choice(("model", "ngram", "none")), "help": "Who proposes. [default: model, if any]"}),
+    ("--draft-length", {"type": DraftLength(), "help": "Tokens to propose a round. [default: auto]"}),
+    (
+        "--rule",
+        {
+            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block")),
+            "help": "Who is accepted. [default: auto]",
+        },
+    ),
+)
+
+ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--provider",
+        {"type": click.Choice(("cpu", "cuda")), "default": "cpu", "show_default": True, "help": "Where to run."},
+    ),
+    ("--threads", {"type": int, "metavar": "N", "help": "The target's threads. [default: all cores]"}),
+    ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
+    (
+        "--exact/--no-exact",
+        {"default": True, "show_default": True, "help": "Keep off steps of width 1 (they round apart)."},
+    ),
+)
+
+
+def options(table: tuple[tuple[str, dict[str, Any]], ...]) -> Callable[[Command], Command]:
+    """Add every option of ``table``, in that order."""
+
+    def add(command: Command) -> Command:
+        for flag, arguments in reversed(table):
+            command = click.option(flag, **arguments)(command)
+        return command
+
+    return add
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
+    found = {name: value for name, value in values.items() if value is not None and value != ()}
+    if "logit_bias" in found:
+        found["logit_bias"] = dict(found["logit_bias"])
+    if "stop_token_id" in found:
+        found["stop_token_ids"] = found.pop("stop_token_id")
+    return found
+
+
+def read_text(path: str) -> str:
+    """A text file the user named. Raises UsageError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from None
+
+
+LABELS = ("kind", "file")
+
+
+def read_prompts(path: str) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, each with a ``prompt`` (text or token ids) and perhaps settings.
+
+    ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
+    """
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
+            raise UsageError(f'{path}, line {number}: expected an object like {{"prompt": "text"}}')
+        found.append({name: value for name, value in row.items() if name not in LABELS})
+    if not found:
+        raise UsageError(f"{path}: no prompts in it")
+    return found
