@@ -1,0 +1,204 @@
+"""How a graph with a fixed buffer of slots takes a step on ONNX Runtime: which variant, which bindings, which cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle import Model
+from ..errors import EngineError
+from .base import Logits, ModelSpec, Tokens
+from .memory import Buffer, CudaBuffer, HostBuffer
+from .providers import first_line, open_session
+
+_DTYPES = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+_BUFFERS: dict[str, type[HostBuffer] | type[CudaBuffer]] = {"cpu": HostBuffer, "cuda": CudaBuffer}
+_KEPT_STEPS = 32
+_FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
+
+
+def bucket(slots: int) -> int:
+    """``slots`` rounded up: attention on a CPU costs by capacity, so steps are small while the cache is."""
+    step = _FINE_BUCKET if slots <= _COARSE_FROM else _COARSE_BUCKET
+    return max(step, -(-slots // step) * step)
+
+
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """One shape of call: a binding made once, and the arrays it reads and writes."""
+
+    binding: Any
+    tokens: Tokens
+    positions: Tokens
+    past_lens: Tokens
+    logit_index: Tokens
+    offsets: Tokens
+    logits: Logits
+
+
+class SlotEngine:
+    """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
+
+    ``variant`` "auto" takes ``gqa`` for one row on a CPU and ``nonpad`` otherwise (``canonical`` where the bundle
+    lacks it); any other name pins that graph. Two variants differ in the last bits of their logits, one variant
+    never differs from itself (widths of 2 and more, any batch, any capacity).
+    """
+
+    def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
+        self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
+        if variant != "auto":
+            model.path(variant)
+        self._spec = ModelSpec(model.entry.vocab_size, model.entry.max_context)
+        self._sessions: dict[str, Any] = {}
+        self._flat = np.zeros(0, np.float32)
+        self._closed = False
+        self.reset(1)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._spec
+
+    @property
+    def batch(self) -> int:
+        return self._batch
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def variant(self) -> str:
+        """The name of the graph that runs now."""
+        return self._variant
+
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
+        rows, width = tokens.shape
+        if int(past_lens.max()) + width > self._capacity:
+            raise EngineError(
+                f"{int(past_lens.max())} + {width} tokens exceed the cache of {self._capacity} slots: call reserve first"
+            )
+        key = (rows, width, None if logit_index is None else logit_index.shape[1])
+        step = self._steps.get(key) or self._prepare(*key)
+        step.tokens[...] = tokens
+        step.past_lens[...] = past_lens
+        np.add(step.past_lens[:, None], step.offsets, out=step.positions)
+        np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        if logit_index is not None:
+            step.logit_index[...] = logit_index
+        try:
+            self._session.run_with_iobinding(step.binding)
+        except Exception as error:  # onnxruntime's own exceptions share no base class below this
+            raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+        return step.logits
+
+    def reserve(self, capacity: int) -> None:
+        """See Engine.reserve. Buckets: multiples of 128 slots, above 2048 of 512."""
+        if capacity <= self._capacity:
+            return
+        self._capacity = bucket(capacity)
+        self._cache = [buffer.grown(self._capacity) for buffer in self._cache]
+        self._steps.clear()
+
+    def reset(self, batch: int) -> None:
+        """See Engine.reset. Leaves the smallest capacity. Raises EngineError if a pinned variant cannot take ``batch``."""
+        if self._closed:
+            raise EngineError(f"the engine of {self._model.folder.name} is closed")
+        if batch < 1:
+            raise EngineError(f"batch must be at least 1, not {batch}")
+        self._variant = self._choose(batch)
+        self._session = self._open(self._variant)
+        types = {value.name: value.type for value in self._session.get_inputs()}
+        buffers = _BUFFERS[self._provider]
+        self._batch, self._capacity = batch, bucket(1)
+        self._cache: list[Buffer] = [
+            buffers.zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            for i, layer in enumerate(self._model.entry.cache)
+            for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
+        ]
+        self._steps: dict[tuple[int, int, int | None], _Step] = {}
+
+    def copy_row(self, source: int, destination: int) -> None:
+        """See Engine.copy_row."""
+        for row in (source, destination):
+            if not 0 <= row < self._batch:
+                raise EngineError(f"row {row} is not one of the engine's {self._batch} (0 to {self._batch - 1})")
+        for buffer in self._cache:
+            buffer.copy_row(source, destination)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self._closed, self._capacity = True, 0
+        self._sessions.clear()
+        self._steps.clear()
+        self._cache = []
+        self._session = None
+
+    def _choose(self, batch: int) -> str:
+        if self._pinned == "gqa" and batch > 1:
+            raise EngineError(f"variant 'gqa' takes one row, not {batch}: use variant 'nonpad' or 'auto'")
+        if self._pinned != "auto":
+            return self._pinned
+        best = "gqa" if batch == 1 and self._provider == "cpu" else "nonpad"
+        return best if best in self._model.entry.variants else "canonical"
+
+    def _open(self, variant: str) -> Any:
+        if variant not in self._sessions:
+            path = self._model.path(variant)
+            self._sessions[variant] = open_session(path, provider=self._provider, threads=self._threads)
+        return self._sessions[variant]
+
+    def _prepare(self, rows: int, width: int, wanted: int | None) -> _Step:
+        """Build the binding of one shape. Logits of all shapes share one buffer: a view lives until the next call."""
+        if self._closed:
+            raise EngineError(f"the engine of {self._model.folder.name} is closed")
+        if not 1 <= rows <= self._batch:
+            raise EngineError(f"{rows} rows given, the engine has {self._batch}")
+        shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
+        if int(np.prod(shape)) > self._flat.size:
+            self._flat = np.zeros(shape, np.float32).reshape(-1)
+            self._steps.clear()
+        if len(self._steps) >= _KEPT_STEPS:
+            self._steps.clear()
+        step = _Step(
+            binding=self._session.io_binding(),
+            tokens=np.zeros((rows, width), np.int64),
+            positions=np.zeros((rows, width), np.int64),
+            past_lens=np.zeros(rows, np.int64),
+            logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
+            offsets=np.arange(width, dtype=np.int64),
+            logits=self._flat[: int(np.prod(shape))].reshape(shape),
+        )
+        self._bind(step, rows)
+        self._steps[rows, width, wanted] = step
+        return step
+
+    def _bind(self, step: _Step, rows: int) -> None:
+        names = {value.name for value in self._session.get_inputs()}
+        arrays = {
+            "input_ids": step.tokens,
+            "position_ids": step.positions,
+            "past_lens": step.past_lens,
+            "logit_index": step.logit_index,
+        }
+        for name in arrays.keys() & names:
+            _bind_host(step.binding.bind_input, name, arrays[name])
+        _bind_host(step.binding.bind_output, "logits", step.logits)
+        for i, buffer in enumerate(self._cache):
+            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
+            place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+            step.binding.bind_input(f"past_key_values.{layer}", *place)
+            step.binding.bind_output(f"present.{layer}", *place)
+
+
+def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:
+    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+
+
+def _cache_dtype(onnx_type: str) -> np.dtype[Any]:
+    if onnx_type not in _DTYPES:
+        raise EngineError(f"a cache of {onnx_type} is not supported (one of: {', '.join(_DTYPES)})")
+    return _DTYPES[onnx_type]

@@ -1,0 +1,73 @@
+"""Which onnxruntime is installed, what it can run on, and how a session is opened: no engine asks it anything else."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineError
+
+DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
+EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_ERROR_ONLY = 3  # onnxruntime writes to stderr from C++; warnings about a working session are not for our users
+
+
+def installed() -> dict[str, str]:
+    """The onnxruntime distributions that are installed, name to version."""
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def onnxruntime() -> Any:
+    """Import onnxruntime. Raises EngineError if it is missing, or installed twice over."""
+    found = installed()
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise EngineError(
+            f"{names} are both installed and overwrite each other: "
+            f"pip uninstall -y {' '.join(found)}, then pip install 'leadout[cpu]' or 'leadout[cuda]'"
+        )
+    try:
+        return importlib.import_module("onnxruntime")
+    except ImportError as error:
+        if found:
+            raise EngineError(f"onnxruntime is installed but does not load: {first_line(error)}") from None
+        raise EngineError("no onnxruntime installed: pip install 'leadout[cpu]' or 'leadout[cuda]'") from None
+
+
+def open_session(path: Path, *, provider: str, threads: int) -> Any:
+    """Open the graph at ``path`` with ``threads`` threads of its own, which sleep between steps.
+
+    Two pools that spin (a draft's and a target's) take the cores from each other, so spinning is off.
+    Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
+    """
+    ort = onnxruntime()
+    wanted = EXECUTION_PROVIDERS[provider]
+    if wanted not in ort.get_available_providers():
+        have = ", ".join(ort.get_available_providers())
+        raise EngineError(f"provider '{provider}' is not in this onnxruntime (it has: {have}): pip install 'leadout[cuda]'")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _ERROR_ONLY
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[wanted])
+    except Exception as error:  # onnxruntime's own exceptions share no base class below this
+        raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
+    if session.get_providers()[0] != wanted:
+        raise EngineError(f"provider '{provider}' fell back to {session.get_providers()[0]}: run leadout doctor")
+    return session
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, for messages of one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

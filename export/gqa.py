@@ -1,0 +1,215 @@
+"""Which node attention becomes on ONNX Runtime: GroupQueryAttention for one row, lengths instead of masks for many."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from .rewrite import CONTRIB, constant, dims, evaluate, made_by, node, sources, swap, sweep
+
+_PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One attention layer in canonical form. ``window`` is how many positions a query sees, None for all before it."""
+
+    attention: ir.Node
+    key: ir.Node
+    value: ir.Node
+    window: int | None
+
+
+def to_gqa(model: ir.Model) -> int:
+    """TensorScatter x2 + Attention -> GroupQueryAttention, rotary inside, in place: right for ONE row only.
+
+    Packed q/k/v go in as one value; sums before norms are fused with them. A layer that is no causal or sliding-window
+    attention of equal key and value widths stays as it is and stays right. Returns how many layers became one node:
+    at 0 (falcon, bloom: no Attention node at all) the variant is worth nothing and should not be shipped.
+    """
+    layers = _layers(model)
+    if layers:
+        total, last = _lengths(model)
+    done = 0
+    for index, layer in enumerate(layers):
+        if dims(layer.attention.inputs[0])[-1] == dims(layer.value.inputs[0])[-1]:
+            _fuse_attention(model, layer, index, total, last)
+            done += 1
+    fuse_skip_norm(model)
+    sweep(model)
+    return done
+
+
+def to_nonpad(model: ir.Model) -> int:
+    """Attention's mask -> ``nonpad_kv_seqlen`` and ``is_causal``, in place: ragged rows, and CUDA's flash kernels.
+
+    Layers with a sliding window keep their mask. Returns how many layers changed; at 0 do not ship the variant.
+    """
+    layers = [layer for layer in _layers(model) if layer.window is None]
+    inputs = {v.name: v for v in model.graph.inputs}
+    first = next(iter(model.graph))
+    if layers:
+        width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
+        total = node(model, first, "Add", [inputs["past_lens"], width])
+    for layer in layers:
+        old = layer.attention
+        attributes = [*old.attributes.values(), ir.AttrInt64("is_causal", 1)]
+        new = ir.Node("", "Attention", [*old.inputs[:3], None, None, None, total], attributes)
+        model.graph.insert_before(old, new)
+        swap(old.outputs[0], new.outputs[0])
+        model.graph.remove(old, safe=True)
+    fuse_skip_norm(model)
+    sweep(model)
+    return len(layers)
+
+
+def fuse_skip_norm(model: ir.Model) -> int:
+    """Add + RMSNormalization -> SkipSimplifiedLayerNormalization, where both summands are [B,S,H]. Returns how many."""
+    done = 0
+    for norm in [n for n in model.graph if n.op_type == "RMSNormalization"]:
+        add = made_by(norm.inputs[0], "Add")
+        if add is None or any(len(dims(v)) != 3 for v in add.inputs) or dims(norm.inputs[1]) != dims(add.outputs[0])[-1:]:
+            continue
+        inputs = [*add.inputs, norm.inputs[1]]
+        epsilon = norm.attributes["epsilon"].as_float()
+        outputs = node(
+            model, add, "SkipSimplifiedLayerNormalization", inputs, outputs=4, domain=CONTRIB, epsilon=epsilon
+        )
+        outputs[1].name = outputs[2].name = ""
+        swap(norm.outputs[0], outputs[0])
+        swap(add.outputs[0], outputs[3])
+        model.graph.remove([norm, add], safe=True)
+        done += 1
+    return done
+
+
+def _layers(model: ir.Model) -> list[_Layer]:
+    found = []
+    windows: dict[int, tuple[bool, int | None]] = {}
+    for n in model.graph:
+        if n.op_type != "Attention" or len(n.inputs) < 4 or n.inputs[3] is None:
+            continue
+        key, value, mask = made_by(n.inputs[1], "TensorScatter"), made_by(n.inputs[2], "TensorScatter"), n.inputs[3]
+        if key is None or value is None:
+            continue
+        if id(mask) not in windows:
+            windows[id(mask)] = _window(model, mask, str(key.inputs[0].name), dims(key.inputs[0]))
+        known, window = windows[id(mask)]
+        if known:
+            found.append(_Layer(n, key, value, window))
+    return found
+
+
+def _window(model: ir.Model, mask: ir.Value, past: str, shape: tuple[object, ...]) -> tuple[bool, int | None]:
+    """Recognise a mask by what it computes, not by how: (True, None) causal, (True, w) causal and of the last w."""
+    if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", past} or len(shape) != 4:
+        return False, None
+    slot, heads, head_dim = np.arange(_PROBED_SLOTS), int(str(shape[1])), int(str(shape[3]))
+
+    def seen(queries: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        feeds = {
+            "position_ids": np.array([queries], np.int64),
+            "past_lens": np.array([queries[0]], np.int64),
+            "input_ids": np.zeros((1, len(queries)), np.int64),
+            past: np.zeros((0, heads, _PROBED_SLOTS, head_dim), np.float32),  # read for its shape only
+        }
+        (rows,) = evaluate(model, [mask], feeds)
+        return rows[0, 0]
+
+    width = int(seen([_PROBED_SLOTS - 1])[0].sum())
+    queries = sorted({0, 1, width // 2, width - 1, width, width + 1, _PROBED_SLOTS // 2} & set(range(_PROBED_SLOTS)))
+    wanted = [(slot <= q) & (slot > q - width) for q in queries]
+    if not np.array_equal(seen(queries), wanted):
+        return False, None
+    return True, None if width == _PROBED_SLOTS else width
+
+
+def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
+    """GroupQueryAttention's two lengths: slots used after this step (a scalar), and that less one (per row)."""
+    inputs = {v.name: v for v in model.graph.inputs}
+    first = next(iter(model.graph))
+    width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
+    total = node(model, first, "Add", [inputs["past_lens"], width])
+    total = node(model, first, "Cast", [total], to=int(ir.DataType.INT32))
+    last = node(model, first, "Sub", [total, constant(model, "gqa.one", np.array(1, np.int32))])
+    return node(model, first, "ReduceMax", [total], keepdims=0), last
+
+
+def _fuse_attention(model: ir.Model, layer: _Layer, index: int, total: ir.Value, last: ir.Value) -> None:
+    old, past_key, past_value = layer.attention, layer.key.inputs[0], layer.value.inputs[0]
+    heads, head_dim = dims(old.inputs[0])[1], dims(old.inputs[0])[-1]
+    attributes = {"num_heads": heads, "kv_num_heads": dims(past_key)[1]}
+    attributes |= {k: old.attributes[k].as_float() for k in ("scale", "softcap") if k in old.attributes}
+    if layer.window is not None:
+        attributes["local_window_size"] = layer.window
+    query, key, rotary = _strip_rotary(old.inputs[0], layer.key.inputs[1])
+    if rotary is not None:
+        interleaved = rotary.attributes.get("interleaved")
+        attributes |= {"do_rotary": 1, "rotary_interleaved": interleaved.as_int() if interleaved is not None else 0}
+    flat = _packed([_flat(model, old, v) for v in (query, key, layer.value.inputs[1])])
+    angles = list(rotary.inputs[1:4]) if rotary is not None else []
+    inputs = [*flat, past_key, past_value, last, total, *angles]
+    output, present_key, present_value = node(
+        model, old, "GroupQueryAttention", inputs, outputs=3, domain=CONTRIB, **attributes
+    )
+    batch, _, width, _ = dims(old.outputs[0])
+    output.shape, output.dtype = ir.Shape([batch, width, heads * head_dim]), old.outputs[0].dtype
+    swap(layer.key.outputs[0], present_key)
+    swap(layer.value.outputs[0], present_value)
+    _reconnect(model, old, output, (heads, head_dim))
+
+
+def _strip_rotary(query: ir.Value, key: ir.Value) -> tuple[ir.Value, ir.Value, ir.Node | None]:
+    """Queries and keys before rotation, and the rotation, if both are rotated alike by tables and position_ids."""
+    q, k = made_by(query, "RotaryEmbedding"), made_by(key, "RotaryEmbedding")
+    if q is None or k is None or len(q.inputs) != 4 or list(q.inputs[1:]) != list(k.inputs[1:]):
+        return query, key, None
+    if {n: a.value for n, a in q.attributes.items()} != {n: a.value for n, a in k.attributes.items()}:
+        return query, key, None
+    return q.inputs[0], k.inputs[0], q
+
+
+def _flat(model: ir.Model, before: ir.Node, value: ir.Value) -> ir.Value:
+    """[B,heads,S,width] as [B,S,heads*width], without the Transpose and Reshape that made it where there are such."""
+    _, heads, _, width = dims(value)
+    transpose = made_by(value, "Transpose")
+    if transpose is not None and list(transpose.attributes["perm"].as_ints()) == [0, 2, 1, 3]:
+        value = transpose.inputs[0]
+    else:
+        value = node(model, before, "Transpose", [value], perm=[0, 2, 1, 3])
+    reshape = made_by(value, "Reshape")
+    if reshape is not None and len(dims(reshape.inputs[0])) == 3 and dims(reshape.inputs[0])[-1] == heads * width:
+        source: ir.Value = reshape.inputs[0]
+        return source
+    shape = constant(model, "gqa.flat", np.array([0, 0, -1], np.int64))
+    flat: ir.Value = node(model, before, "Reshape", [value, shape])
+    return flat
+
+
+def _packed(parts: list[ir.Value]) -> list[ir.Value | None]:
+    """The value that q, k and v were split from, if it was split into just these; else the three."""
+    split = made_by(parts[0], "Split")
+    if split is not None and list(split.outputs) == parts:
+        return [split.inputs[0], None, None]
+    return list(parts)
+
+
+def _reconnect(model: ir.Model, old: ir.Node, output: ir.Value, heads: tuple[int, int]) -> None:
+    """Let what read Attention's [B,heads,S,width] read ``output`` [B,S,heads*width], past its Transpose and Reshape."""
+    for transpose in [n for n in old.outputs[0].consumers() if n.op_type == "Transpose"]:
+        if list(transpose.attributes["perm"].as_ints()) != [0, 2, 1, 3]:
+            continue
+        for reshape in [n for n in transpose.outputs[0].consumers() if n.op_type == "Reshape"]:
+            if dims(reshape.outputs[0]) == dims(output):
+                swap(reshape.outputs[0], output)
+                model.graph.remove(reshape, safe=True)
+            elif len(dims(reshape.outputs[0])) == 2:
+                reshape.replace_input_with(0, output)
+        if not transpose.outputs[0].uses():
+            model.graph.remove(transpose, safe=True)
+    if old.outputs[0].uses():
+        shape = constant(model, f"gqa.heads.{heads[0]}x{heads[1]}", np.array([0, 0, *heads], np.int64))
+        split = node(model, old, "Reshape", [output, shape])
+        swap(old.outputs[0], node(model, old, "Transpose", [split], perm=[0, 2, 1, 3]))
