@@ -30,8 +30,8 @@ from .lowerings import lowered, symbolic
 
 OPSET = 24
 NAME = "leadout_slots"
+IMPOSSIBLE = -65504.0  # a logit that float16 still holds and whose probability is 0
 WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
-WINDOW = "window"  # metadata of an Attention node: tokens a sliding window sees, the new one included
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,9 +75,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class DecoderGraph(nn.Module):
     """The signature of the canonical graph around a causal language model of transformers."""
 
-    def __init__(self, model: PreTrainedModel, step: _Step) -> None:
+    def __init__(self, model: PreTrainedModel, step: _Step, vocab_size: int) -> None:
         super().__init__()
-        self.model, self.step = model, step
+        self.model, self.step, self.vocab_size = model, step, vocab_size
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_lens: Tensor, logit_index: Tensor, past: list[Tensor]
@@ -95,7 +95,14 @@ class DecoderGraph(nn.Module):
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
             )
-        return (out.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+        logits = fit_vocabulary(out.logits, self.vocab_size)
+        return (logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """[..., V] -> [..., vocab_size]: padding of the vocabulary is cut, or added as tokens of no probability."""
+    surplus = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, surplus), value=IMPOSSIBLE) if surplus else logits
 
 
 @contextlib.contextmanager
@@ -137,7 +144,6 @@ def slot_attention(
     attention_mask: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, H, S, D], key and value [B, Hkv, M, D] -> [B, S, H, D], as one ``Attention`` node.
@@ -158,7 +164,6 @@ def slot_attention(
         like=query,
         shape=(*query.shape[:3], value.shape[-1]),
         version=24,
-        metadata={WINDOW: str(sliding_window)} if sliding_window else None,
     )
     return out.transpose(1, 2), None
 
@@ -204,10 +209,10 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
     return tuple(shapes)
 
 
-def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...]) -> ir.Model:
-    """Trace ``model`` (float32, in eval mode) into the canonical graph. Leaves the model as it was.
+def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], vocab_size: int) -> ir.Model:
+    """Trace ``model`` (float32, in eval mode) into the canonical graph, with ``vocab_size`` logits a position.
 
-    Raises ExportError naming the architecture if it cannot be traced.
+    Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
     """
     step = _Step()
     names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
@@ -216,7 +221,7 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...]) -> ir.Model:
     try:
         with torch.no_grad(), _swapped(model, step), _quiet():
             program = torch.onnx.export(
-                DecoderGraph(model, step).eval(),
+                DecoderGraph(model, step, vocab_size).eval(),
                 (),
                 kwargs=inputs,
                 dynamic_shapes=dims,
@@ -281,7 +286,7 @@ def _root_cause(error: BaseException) -> str:
 
 
 def tidy(model: ir.Model) -> None:
-    """Name nodes and weights after the modules they come from; drop the exporter's metadata, keep windows."""
+    """Name nodes and weights after the modules they come from; drop the exporter's metadata."""
     graph = model.graph
     nodes: set[str] = set()
     for name, value in list(graph.initializers.items()):
@@ -293,12 +298,9 @@ def tidy(model: ir.Model) -> None:
             if value is not None and value.is_initializer() and (value.name or "").startswith("\0"):
                 kind = "weight" if value.dtype is not None and value.dtype.is_floating_point() else "constant"
                 _rename(graph, value, ".".join(filter(None, (module, kind))))
-        window = node.metadata_props.get(WINDOW)
         for holder in (node, *node.outputs):
             holder.metadata_props.clear()
         node.doc_string = None
-        if window:
-            node.metadata_props[WINDOW] = window
     for holder in (model, graph, *graph.inputs, *graph.initializers.values()):
         holder.metadata_props.clear()
 

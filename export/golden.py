@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
+from .capture import fit_vocabulary
+
 ROWS, LENGTH, TOP = 3, 32, 64
 
 
@@ -30,8 +32,10 @@ class Truth:
     logits: NDArray[np.float32]
 
 
-def compute_truth(model: PreTrainedModel, max_context: int, first: int | None = None) -> Truth:
+def compute_truth(model: PreTrainedModel, max_context: int, vocab_size: int, first: int | None = None) -> Truth:
     """Let ``model`` write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
+
+    ``vocab_size`` logits a position (see ``fit_vocabulary``); rows begin with the token ``first`` if given.
 
     Rows that the model wrote are rows it is asked to write later; on noise, quantised models look worse than they are.
     """
@@ -40,10 +44,10 @@ def compute_truth(model: PreTrainedModel, max_context: int, first: int | None = 
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            logits = [model(input_ids=row[None], use_cache=False).logits[0].float().numpy() for row in tokens]
+            rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens]
     finally:
         model.set_attn_implementation(attention)
-    return Truth(tokens.numpy(), np.stack(logits))
+    return Truth(tokens.numpy(), np.stack([fit_vocabulary(row, vocab_size).numpy() for row in rows]))
 
 
 def save_golden(truth: Truth, path: Path) -> None:
@@ -70,5 +74,7 @@ def _write_rows(model: PreTrainedModel, length: int, first: int | None) -> torch
             start[:, 0] = first
         settings = GenerationConfig(do_sample=True, top_k=0, max_length=length, min_length=length, pad_token_id=0)
         with torch.no_grad():
-            rows: torch.Tensor = model.generate(start, generation_config=settings)
+            rows: torch.Tensor = model.generate(
+                start, attention_mask=torch.ones_like(start), generation_config=settings
+            )
     return rows

@@ -24,7 +24,6 @@ def symbolic(
     like: Tensor,
     version: int,
     shape: Sequence[Any] | None = None,
-    metadata: dict[str, str] | None = None,
 ) -> Tensor:
     """One ONNX node of one output, with the dtype of ``like`` and its shape unless another is given."""
     out: Tensor = torch.onnx.ops.symbolic(
@@ -34,7 +33,6 @@ def symbolic(
         dtype=like.dtype,
         shape=tuple(like.shape if shape is None else shape),
         version=version,
-        metadata_props=metadata,
     )
     return out
 

@@ -1,0 +1,226 @@
+"""How a pair of checkpoints becomes a bundle: in which order, what is checked after which step, and nothing by halves.
+
+Everything is written into a directory beside the destination and renamed at the end; any failure removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ..bundle import FORMAT, MANIFEST, FileEntry, Manifest, Model, ModelEntry, dump, file_entry
+from ..engines import open_engine
+from ..errors import ExportError, UsageError
+from .capture import cache_shapes, capture
+from .checkpoint import Checkpoint, context_length, load, read_config, save_tokenizer
+from .golden import Truth, compute_truth, save_golden
+from .pairing import same_vocabulary
+from .parity import measure
+from .passes import pack, simplify, to_gqa, to_nonpad
+
+PRECISIONS = ("fp32", "fp16", "int8", "int4")
+GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
+VARIANTS: dict[str, Callable[[ir.Model], int]] = {"gqa": to_gqa, "nonpad": to_nonpad}
+Progress = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """The progress callback that says nothing."""
+
+
+def export_pair(
+    target: str | Path,
+    draft: str | Path | None,
+    out: str | Path,
+    *,
+    precision: str = "fp32",
+    draft_precision: str | None = None,
+    max_context: int | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
+
+    An existing bundle at ``out`` is replaced, anything else there is refused. ``draft_precision`` is ``precision``
+    unless given. Raises UsageError, ExportError; then ``out`` is as it was.
+    """
+    sources = {"target": str(target)} | ({} if draft is None else {"draft": str(draft)})
+    precisions = {"target": precision, "draft": draft_precision or precision}
+    for value in precisions.values():
+        if value not in PRECISIONS:
+            raise UsageError(f"precision '{value}' is unknown (one of: {', '.join(PRECISIONS)})")
+    destination = _destination(Path(out))
+    configs = {role: read_config(source) for role, source in sources.items()}
+    contexts = {role: context_length(config) for role, config in configs.items()}
+    contexts["target"] = context_length(configs["target"], max_context)
+    contexts["draft"] = min(contexts["target"], contexts.get("draft", contexts["target"]))
+    note = "" if draft is None else same_vocabulary(str(target), str(draft), configs["target"], configs["draft"])
+    with _aside(destination) as folder:
+        entries: dict[str, ModelEntry] = {}
+        sampling: dict[str, float] = {}
+        for role, source in sources.items():
+            progress(f"{role}: reading {source}")
+            checkpoint = load(source, contexts[role])
+            sampling = sampling or dict(checkpoint.sampling) if role == "target" else sampling
+            vocab = entries["target"].vocab_size if role == "draft" else checkpoint.vocab_size
+            (folder / role).mkdir()
+            entry = _export_model(checkpoint, folder / role, precisions[role], vocab, progress)
+            entries[role] = dataclasses.replace(entry, note=note if role == "draft" else "")
+        progress("writing the manifest")
+        save_tokenizer(target, folder)
+        _write_manifest(folder, entries, sampling, _provenance(sources, configs))
+    return destination
+
+
+def _export_model(
+    checkpoint: Checkpoint, folder: Path, precision: str, vocab_size: int, progress: Progress
+) -> ModelEntry:
+    """Capture, simplify, pack, quantise, lower; check after each. Writes everything of one model into ``folder``."""
+    role = folder.name
+    progress(f"{role}: reference logits of {checkpoint.architecture}")
+    shapes = cache_shapes(checkpoint.model)
+    truth = compute_truth(checkpoint.model, checkpoint.max_context, vocab_size, checkpoint.bos_token_id)
+    save_golden(truth, folder / GOLDEN)
+    entry = ModelEntry(
+        directory=role,
+        architecture=checkpoint.architecture,
+        precision=precision,
+        dialect="slots",
+        dtype="float32",
+        vocab_size=vocab_size,
+        max_context=checkpoint.max_context,
+        parameters=checkpoint.model.num_parameters(),
+        cache=shapes,
+        eos_token_ids=checkpoint.eos_token_ids,
+        variants={},
+        files={},
+    )
+    progress(f"{role}: capture")
+    graph = capture(checkpoint.model, shapes, vocab_size)
+    checks = _Checks(folder, entry, truth, progress)
+    checks.stage("capture", graph, "fp32")
+    simplify(graph, checkpoint.max_context)
+    checks.stage("simplify", graph, "fp32")
+    pack(graph)
+    if precision != "fp32":
+        checks.stage("pack", graph, "fp32")
+        from .quantize import quantize
+
+        quantize(graph, precision)
+    ir.save(graph, folder / GRAPH, external_data=BLOB)
+    checks.variant("pack" if precision == "fp32" else precision, "canonical", GRAPH, precision)
+    for name, lower in VARIANTS.items():
+        _save_variant(folder, name, lower, checks, precision)
+    cache_type = next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key")
+    return dataclasses.replace(
+        entry,
+        dtype="float16" if cache_type == ir.DataType.FLOAT16 else "float32",
+        variants={name: file_entry(folder / file) for name, file in checks.files.items()},
+        files={name: file_entry(folder / name) for name in (BLOB, GOLDEN)},
+        parity=checks.found,
+    )
+
+
+def _save_variant(folder: Path, name: str, lower: Callable[[ir.Model], int], checks: _Checks, precision: str) -> None:
+    """A lowered copy of the canonical graph: its weights stay references into the canonical graph's blob."""
+    graph = ir.load(folder / GRAPH)
+    if lower(graph):  # 0 layers changed: it would be the canonical graph again
+        file = f"model.{name}.onnx"
+        ir.save(graph, folder / file)
+        checks.variant(name, name, file, precision)
+
+
+class _Checks:
+    """Parity after each step of one model: ``found`` by step, ``files`` by variant."""
+
+    def __init__(self, folder: Path, entry: ModelEntry, truth: Truth, progress: Progress) -> None:
+        self.folder, self.entry, self.truth, self.progress = folder, entry, truth, progress
+        self.found: dict[str, float] = {}
+        self.files: dict[str, str] = {}
+
+    def stage(self, step: str, graph: ir.Model, precision: str) -> None:
+        """Check a graph that is not kept."""
+        scratch = self.folder / SCRATCH
+        scratch.mkdir()
+        ir.save(graph, scratch / GRAPH, external_data=BLOB)
+        self._measure(step, scratch, "canonical", GRAPH, precision)
+        shutil.rmtree(scratch)
+
+    def variant(self, step: str, variant: str, file: str, precision: str) -> None:
+        """Check a graph of the bundle."""
+        self.files[variant] = file
+        self._measure(step, self.folder, variant, file, precision)
+
+    def _measure(self, step: str, folder: Path, variant: str, file: str, precision: str) -> None:
+        entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
+        engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
+        try:
+            parity = measure(self.truth, engine, batched=variant != "gqa")
+        finally:
+            engine.close()
+        self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")
+        parity.require(f"{self.entry.architecture}, {step}", precision)
+        self.found[step] = parity.difference
+
+
+def _destination(out: Path) -> Path:
+    """``out`` made absolute, if a bundle may be put there."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ExportError(f"'{out}' is not a directory; choose another place for the bundle")
+    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+        raise ExportError(f"'{out}' exists and is not a bundle; choose another place, or empty it")
+    return out.absolute()
+
+
+@contextlib.contextmanager
+def _aside(destination: Path) -> Iterator[Path]:
+    """A directory beside ``destination`` that takes its place if all goes well and vanishes if not."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    folder = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
+    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
+    folder.mkdir()
+    try:
+        yield folder
+        if destination.exists():
+            destination.rename(old)
+        try:
+            folder.rename(destination)
+        except BaseException:
+            if old.exists():
+                old.rename(destination)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_manifest(
+    folder: Path, entries: dict[str, ModelEntry], sampling: dict[str, float], provenance: dict[str, str]
+) -> None:
+    files = {path.name: file_entry(path) for path in sorted(folder.iterdir()) if path.is_file()}
+    manifest = Manifest(
+        format=FORMAT,
+        leadout=metadata.version("leadout"),
+        models=entries,
+        files=files,
+        sampling=sampling,
+        provenance=provenance,
+    )
+    (folder / MANIFEST).write_text(dump(manifest), encoding="utf-8")
+
+
+def _provenance(sources: dict[str, str], configs: dict[str, Any]) -> dict[str, str]:
+    """Where the models came from (a directory's name, or hub id and commit) and what exported them."""
+    found = {}
+    for role, source in sources.items():
+        commit = getattr(configs[role], "_commit_hash", None)
+        place = Path(source).resolve().name if Path(source).exists() else source
+        found[role] = f"{place}@{commit}" if commit else place
+    return found | {name: metadata.version(name) for name in ("torch", "transformers", "onnx-ir")}
