@@ -201,7 +201,8 @@ class Bench:
         drafts = totals.count("drafted") / rounds
         widths = sorted(cost["target"])
         step = float(np.interp(drafts + 1, widths, [cost["target"][width] for width in widths]))
-        return totals.count("tokens") / rounds * cost["target"][1] / (step + drafts * cost["draft"])
+        plain: float = cost["target"][1]
+        return totals.count("tokens") / rounds * plain / (step + drafts * float(cost["draft"]))
 
 
 def decode(decoder: Decoder, group: Group, settings: Settings, pair: Pair) -> tuple[Group, list[Stats]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..engines import Engine
+from ..engines import Engine, Logits
 
 if TYPE_CHECKING:
     from .pair import Pair
@@ -42,9 +42,11 @@ def first_divergence(pair: Pair, prompt: Sequence[int], ours: Sequence[int], oth
     return Divergence(position, margin, near_tie=margin <= tolerance)
 
 
-def last_logits(engine: Engine, token_ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def last_logits(engine: Engine, token_ids: Sequence[int]) -> Logits:
     """Logits after ``token_ids`` [vocab_size], from one call on an empty cache."""
     engine.reset(1)
     engine.reserve(max(len(token_ids), 2))
     tokens = np.array([token_ids], np.int64)
-    return engine.forward(tokens, np.zeros(1, np.int64), np.array([[len(token_ids) - 1]], np.int64))[0, 0].copy()
+    logits = engine.forward(tokens, np.zeros(1, np.int64), np.array([[len(token_ids) - 1]], np.int64))
+    last: Logits = logits[0, 0].copy()
+    return last

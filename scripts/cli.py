@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from typing import IO, Any
+from typing import Any
 
 import click
 
@@ -16,17 +16,6 @@ from .. import __version__
 from ..errors import LeadoutError
 
 COMMANDS = ("export", "generate", "bench", "check", "inspect", "doctor")
-
-
-class Failure(click.ClickException):
-    """A refusal, printed as one line, with the exit code of its error."""
-
-    def __init__(self, error: LeadoutError) -> None:
-        super().__init__(" ".join(str(error).split()))
-        self.exit_code = error.exit_code
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"leadout: {self.message}", file=file, err=True)
 
 
 class Commands(click.Group):
@@ -52,7 +41,8 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except LeadoutError as error:
-            raise Failure(error) from None
+            click.echo("leadout: " + " ".join(str(error).split()), err=True)
+            ctx.exit(error.exit_code)
 
 
 @click.group(

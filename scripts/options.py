@@ -14,33 +14,21 @@ from ..errors import UsageError
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-class DraftLength(click.ParamType):
+def draft_length(value: str) -> int | str:
     """A number of tokens, or ``auto``. The range is checked by ``Settings``, as in the Python API."""
-
-    name = "N|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto" or isinstance(value, int):
-            return value
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"'{value}' is neither a number nor 'auto'", param, ctx)
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is neither a number nor 'auto'") from None
 
 
-class Bias(click.ParamType):
+def bias(value: str) -> tuple[int, float]:
     """``ID=VALUE``: what to add to one token's logit."""
-
-    name = "ID=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            token_id, bias = value.split("=")
-            return int(token_id), float(bias)
-        except ValueError:
-            self.fail(f"'{value}' is not ID=VALUE, for instance 42=-5", param, ctx)
+    token_id, _, amount = value.partition("=")
+    try:
+        return int(token_id), float(amount)
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is not ID=VALUE, for instance 42=-5") from None
 
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -56,13 +44,19 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("--presence-penalty", {"type": float, "metavar": "X", "help": "Subtract from tokens already written; 0 is off."}),
     ("--frequency-penalty", {"type": float, "metavar": "X", "help": "Subtract for each time written; 0 is off."}),
-    ("--logit-bias", {"type": Bias(), "multiple": True, "help": "Add VALUE to a token's logit. Repeatable."}),
+    (
+        "--logit-bias",
+        {"type": bias, "multiple": True, "metavar": "ID=VALUE", "help": "Add VALUE to a token's logit. Repeatable."},
+    ),
     ("--stop", {"multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
     ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
     ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
     ("--seed", {"type": int, "metavar": "S", "help": "Repeat a text exactly."}),
     ("--draft", {"type": click.Choice(("model", "ngram", "none")), "help": "Who proposes. [default: model, if any]"}),
-    ("--draft-length", {"type": DraftLength(), "help": "Tokens to propose a round. [default: auto]"}),
+    (
+        "--draft-length",
+        {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},
+    ),
     (
         "--rule",
         {

@@ -1,0 +1,131 @@
+"""Text as it grows: characters split over tokens, stop strings over rounds, special tokens never shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from leadout.errors import BundleError
+from leadout.runtime.text import Codec, TextStream
+
+END = 0
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer_file: Path) -> Codec:
+    return Codec(tokenizer_file)
+
+
+def in_rounds(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    rounds, at = [], 0
+    for size in sizes * (len(ids) + 1):
+        if at >= len(ids):
+            break
+        rounds.append(ids[at : at + size])
+        at += size
+    return rounds
+
+
+def written(codec: Codec, prompt: str, rounds: list[list[int]], **options: object) -> tuple[list[int], str, list[str]]:
+    """Feed rounds as the decoder does; the kept ids, the final text, and what was visible after each round."""
+    stream = TextStream(codec, codec.encode(prompt), **options)  # type: ignore[arg-type]
+    kept: list[int] = []
+    shown = []
+    for new in rounds:
+        keep = stream.push(new)
+        kept += new if keep is None else new[:keep]
+        shown.append(stream.text[: stream.visible])
+        if keep is not None:
+            break
+    stream.close()
+    return kept, stream.text[: stream.visible], shown
+
+
+@given(ids=st.lists(st.integers(1, 511), min_size=1, max_size=40), sizes=st.lists(st.integers(1, 5), min_size=1))
+def test_any_ids_in_any_rounds_give_the_decoded_text(codec: Codec, ids: list[int], sizes: list[int]) -> None:
+    kept, text, shown = written(codec, "x =", in_rounds(ids, sizes))
+    assert kept == ids
+    assert text == codec.decode(ids)
+    for earlier, later in zip(shown, [*shown[1:], text], strict=True):
+        assert later.startswith(earlier)
+
+
+def test_a_character_split_over_tokens_is_shown_whole(codec: Codec) -> None:
+    ids = codec.encode("a\N{BICYCLE}b")
+    stream = TextStream(codec, [])
+    seen = []
+    for token_id in ids:
+        stream.push([token_id])
+        seen.append(stream.text)
+    assert stream.text == "a\N{BICYCLE}b"
+    assert not any("\N{REPLACEMENT CHARACTER}" in text for text in seen)
+    assert len(ids) > 3
+
+
+def test_a_character_that_stays_unfinished_is_shown_as_replacement(codec: Codec) -> None:
+    ids = codec.encode("a\N{BICYCLE}")[:-1]
+    _, text, _ = written(codec, "", [ids])
+    assert text == codec.decode(ids) == "a\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3], [2, 5], [40]])
+def test_a_stop_string_over_rounds_cuts_ids_and_text_at_one_place(codec: Codec, sizes: list[int]) -> None:
+    ids = codec.encode("def f(self):\n    return 1\n\n\ndef g(self):\n")
+    kept, text, shown = written(codec, "", in_rounds(ids, sizes), stop=["\n\n\ndef"])
+    assert text == "def f(self):\n    return 1"
+    assert codec.decode(kept).startswith(text + "\n\n\ndef")
+    assert "\n\n\ndef" not in codec.decode(kept[:-1]), "ids end with the token that completed the stop string"
+    assert all(text.startswith(part) for part in shown), "nothing of the stop string was shown"
+
+
+def test_what_might_become_a_stop_string_is_held_and_then_let_go(codec: Codec) -> None:
+    stream = TextStream(codec, [], ["END"])
+    stream.push(codec.encode("x E"))
+    assert stream.text[: stream.visible] == "x "
+    stream.push(codec.encode("N"))
+    assert stream.text[: stream.visible] == "x "
+    stream.push(codec.encode("C"))
+    assert stream.text[: stream.visible] == "x ENC"
+    stream.push(codec.encode("E"))
+    stream.close()
+    assert stream.text[: stream.visible] == "x ENCE"
+
+
+def test_the_earliest_of_several_stop_strings_counts(codec: Codec) -> None:
+    _, text, _ = written(codec, "", [codec.encode("one two three")], stop=["three", "two", "e t"])
+    assert text == "on"
+
+
+def test_a_stop_string_within_the_minimum_does_not_count(codec: Codec) -> None:
+    ids = codec.encode(";a;b;c")
+    _, text, _ = written(codec, "", [ids], stop=[";"], min_tokens=len(codec.encode(";a;")))
+    assert text == ";a;b"
+
+
+def test_a_stop_string_in_the_prompt_does_not_count(codec: Codec) -> None:
+    kept, text, _ = written(codec, "stop", [codec.encode(" here")], stop=["stop"])
+    assert text == " here" and codec.decode(kept) == " here"
+
+
+def test_special_tokens_are_never_shown(codec: Codec) -> None:
+    _, text, _ = written(codec, "", [[*codec.encode("a"), END], [*codec.encode("b"), END]])
+    assert text == "ab"
+
+
+def test_tokens_that_the_decoder_cut_are_forgotten(codec: Codec) -> None:
+    ids = codec.encode("one two stop")
+    stream = TextStream(codec, [], ["stop"])
+    assert stream.push(ids) == len(ids)
+    stream.keep(1)
+    assert stream.text[: stream.visible] == codec.decode(ids[:1])
+    assert stream.push(ids[1:]) == len(ids) - 1, "and can come again"
+
+
+def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="missing"):
+        Codec(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(BundleError, match="not a tokenizer"):
+        Codec(tmp_path / "tokenizer.json")
