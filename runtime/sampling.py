@@ -85,7 +85,7 @@ class Chain:
         if 0 < settings.top_k < scores.size:
             _keep(scores, np.partition(scores, -settings.top_k)[-settings.top_k])
         if settings.top_p < 1.0:
-            _keep(scores, _nucleus_edge(scores, settings.top_p))
+            _keep_nucleus(scores, settings.top_p)
         if settings.min_p > 0.0:
             _keep(scores, math.log(settings.min_p))
         return scores
@@ -146,18 +146,14 @@ def _keep(scores: Probs, edge: float) -> None:
     scores[scores < edge] = -math.inf
 
 
-def _nucleus_edge(scores: Probs, top_p: float) -> float:
-    """The score of the last token of the nucleus.
-
-    No full sort: tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together, so the nucleus
-    lies among the others, which are few.
-    """
+def _keep_nucleus(scores: Probs, top_p: float) -> None:
+    """No full sort: tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together, so the edge of
+    the nucleus lies among the others, which are few."""
     weights = np.exp(scores)
     total = float(weights.sum())
-    heavy = np.flatnonzero(weights >= (1.0 - top_p) * total / scores.size)
-    order = heavy[np.argsort(-weights[heavy])]
-    reached = int(np.searchsorted(np.cumsum(weights[order]), top_p * total))
-    return float(scores[order[min(reached, order.size - 1)]])
+    heavy = np.sort(weights[weights >= (1.0 - top_p) * total / scores.size])[::-1]
+    reached = int(heavy.cumsum().searchsorted(top_p * total))
+    scores[weights < heavy[min(reached, heavy.size - 1)]] = -math.inf
 
 
 def draw(law: Probs, uniform: float) -> int:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, Logits
+from ..engines.base import Engine, Logits, Tokens
 from ..errors import EngineError, LeadoutError
 
 CHUNK = 512
+_FIRST = np.zeros((1, 1), np.int64)
 
 
 class Stepper:
@@ -33,8 +34,10 @@ class Stepper:
 
     def last_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (may be empty) to row b, in chunks; logits [B, V] after each row's last token."""
-        longest = max(len(piece) for piece in pieces)
-        past = list(past)
+        widths = {len(piece) for piece in pieces}
+        if widths == {1}:
+            return self._forward(pieces, past, 1, None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0))[:, 0]
+        longest, past = max(widths), list(past)
         while longest > CHUNK:  # rows that are short already wait for the last chunk: it brings every row's logits
             heads = [piece[: min(CHUNK, max(0, len(piece) - CHUNK))] for piece in pieces]
             self._forward(heads, past, max(map(len, heads)), np.zeros((len(pieces), 1), np.int64))
@@ -45,12 +48,10 @@ class Stepper:
         return self._forward(pieces, past, longest, index)[:, 0]
 
     def _forward(
-        self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: np.ndarray | None
+        self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
         engine, rows, width = self.engine, len(pieces), max(width, self.narrowest)
-        tokens = np.zeros((rows, width), np.int64)
-        for row, piece in enumerate(pieces):
-            tokens[row, : len(piece)] = piece
+        tokens = np.array([[*piece, *[0] * (width - len(piece))] for piece in pieces], np.int64)
         try:
             if (need := max(past) + width) > engine.capacity:
                 engine.reserve(need)
