@@ -179,14 +179,13 @@ class Pair:
 
     def _admit(self, start: int, requests: list[tuple[list[int], Settings]]) -> Iterator[tuple[int, Piece | Result]]:
         """One group; ``start`` is the index of its first prompt. The decoder checks it now and runs when iterated."""
-        answers = [
-            _Answer(settings, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens))
-            for ids, settings in requests
-        ]
+        answers: list[_Answer] = []
         eos = self.bundle.manifest.models["target"].eos_token_ids
         events = self.decoder.decode(
-            requests, eos_token_ids=eos, stop_matcher_factory=lambda index: answers[index].text.push
+            requests, eos_token_ids=eos, stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids)
         )
+        for ids, settings in requests:
+            answers.append(_Answer(settings, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)))
         return self._answer(start, answers, events)
 
     def _answer(

@@ -1,0 +1,238 @@
+"""The Python face over toy engines: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import leadout
+from leadout.bundle import Bundle, Manifest, ModelEntry
+from leadout.engines.toy import ToyEngine
+from leadout.errors import BundleError, ContextError, UsageError
+from leadout.runtime.pair import Pair, Piece, Request, Result, check_vocabulary, is_single, sampling_defaults
+from leadout.runtime.text import Codec
+
+VOCAB, CONTEXT, END = 512, 96, 0
+PROMPT = "def f(x):\n"
+
+
+def law(context: NDArray[np.int64], salt: bytes = b"") -> NDArray[np.float64]:
+    """A law that depends on the last two tokens; one token has more than half of the weight."""
+    random = np.random.default_rng(zlib.crc32(context[-2:].tobytes()))
+    weights = random.random(VOCAB)
+    weights[END] = 0.0
+    likely = random.integers(1, VOCAB)
+    if salt and random.random() < 0.4:
+        likely = random.integers(1, VOCAB)
+    weights[likely] = VOCAB
+    return weights / weights.sum()
+
+
+def near_law(context: NDArray[np.int64]) -> NDArray[np.float64]:
+    """As ``law``, except that its likeliest token differs after 40 % of contexts."""
+    return law(context, b"draft")
+
+
+def entry(**changes: Any) -> ModelEntry:
+    values: dict[str, Any] = {
+        "directory": "target",
+        "architecture": "Toy",
+        "precision": "fp32",
+        "dialect": "slots",
+        "dtype": "float32",
+        "vocab_size": VOCAB,
+        "max_context": CONTEXT,
+        "parameters": 0,
+        "cache": (),
+        "eos_token_ids": (END,),
+        "variants": {},
+        "files": {},
+    }
+    return ModelEntry(**(values | changes))
+
+
+def manifest(models: dict[str, ModelEntry], sampling: dict[str, float] | None = None) -> Manifest:
+    return Manifest(format=1, leadout="0", models=models, files={}, sampling=sampling or {}, provenance={})
+
+
+def make(
+    tokenizer_file: Path, draft: bool = True, sampling: dict[str, float] | None = None, batch_size: int = 16
+) -> Pair:
+    models = {"target": entry()} | ({"draft": entry()} if draft else {})
+    engines = [ToyEngine(each, VOCAB, max_context=CONTEXT) for each in (law, near_law)]
+    bundle = Bundle(Path("toy"), manifest(models, sampling))
+    codec = Codec(tokenizer_file)
+    return Pair(bundle, codec, engines[0], engines[1] if draft else None, exact=True, batch_size=batch_size)
+
+
+@pytest.fixture
+def pair(tokenizer_file: Path) -> Iterator[Pair]:
+    with make(tokenizer_file) as made:
+        yield made
+
+
+def test_generate_gives_one_result_for_one_prompt_and_a_list_for_a_list(pair: Pair) -> None:
+    single = pair.generate(PROMPT, max_new_tokens=12)
+    assert isinstance(single, Result) and len(single.token_ids) == 12
+    assert single.text == pair.codec.decode(single.token_ids)
+    ids = pair.codec.encode(PROMPT)
+    assert pair.generate(ids, max_new_tokens=12).text == single.text
+    many = pair.generate([PROMPT, ids, Request(PROMPT, max_new_tokens=3)], max_new_tokens=12)
+    assert [len(result.token_ids) for result in many] == [12, 12, 3]
+    assert many[0].token_ids == many[1].token_ids == single.token_ids
+    assert pair.generate([]) == []
+
+
+def test_result_says_what_happened(pair: Pair) -> None:
+    result = pair.generate(PROMPT, max_new_tokens=40)
+    assert (result.finish_reason, result.rule, result.seed, result.draft) == ("length", "greedy", None, "model")
+    assert result.lossless
+    assert 0 < result.stats.accepted < result.stats.tested, "the toy draft agrees partly"
+    assert result.stats.tokens == 40
+    drawn = pair.generate(PROMPT, max_new_tokens=5, temperature=1.0)
+    assert drawn.rule == "block" and drawn.seed is not None
+    assert pair.generate(PROMPT, max_new_tokens=5, temperature=1.0, seed=3).rule == "coupled"
+
+
+def test_a_drawn_seed_repeats_the_answer(pair: Pair) -> None:
+    first = pair.generate(PROMPT, temperature=1.0, draft="ngram", max_new_tokens=20)
+    again = pair.generate(PROMPT, temperature=1.0, draft="none", max_new_tokens=20, seed=first.seed)
+    assert first.rule == again.rule == "coupled"
+    assert first.token_ids == again.token_ids
+
+
+def test_stream_is_generate_in_pieces(pair: Pair) -> None:
+    stream = pair.stream(PROMPT, max_new_tokens=30, stop=["zzzz"], draft_length=4)
+    with pytest.raises(UsageError, match="take its pieces to the end"):
+        _ = stream.result
+    pieces = list(stream)
+    whole = pair.generate(PROMPT, max_new_tokens=30, stop=["zzzz"], draft_length=4)
+    assert all(isinstance(piece, Piece) for piece in pieces)
+    assert "".join(piece.text for piece in pieces) == whole.text == stream.result.text
+    assert [token_id for piece in pieces for token_id in piece.token_ids] == whole.token_ids
+    assert sum(len(piece.token_ids) for piece in pieces if piece.from_draft) == whole.stats.accepted > 0
+    assert {piece.from_draft for piece in pieces} == {True, False}
+
+
+def test_a_stream_left_early_does_not_harm_the_next_answer(pair: Pair) -> None:
+    expected = pair.generate(PROMPT, max_new_tokens=20).token_ids
+    stream = pair.stream(PROMPT, max_new_tokens=20)
+    next(stream)
+    assert pair.generate(PROMPT, max_new_tokens=20).token_ids == expected
+    with pytest.raises(UsageError, match="ended by a later one"):
+        list(stream)
+
+
+@pytest.mark.parametrize("draft", ["model", "ngram", "none"])
+def test_a_stop_string_cuts_text_and_ids_alike_for_every_draft(pair: Pair, draft: str) -> None:
+    free = pair.generate(PROMPT, max_new_tokens=30, draft="none")
+    stop = free.text[len(free.text) // 2 :][:4]
+    result = pair.generate(PROMPT, max_new_tokens=30, draft=draft, stop=stop)
+    assert result.finish_reason == "stop"
+    assert result.text == free.text[: free.text.index(stop)]
+    assert result.token_ids == free.token_ids[: len(result.token_ids)]
+    assert stop in pair.codec.decode(result.token_ids)
+    assert stop not in pair.codec.decode(result.token_ids[:-1])
+
+
+def test_a_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
+    free = pair.generate(PROMPT, max_new_tokens=30)
+    result = pair.generate(PROMPT, max_new_tokens=30, stop_token_ids=[free.token_ids[9]])
+    cut = free.token_ids.index(free.token_ids[9]) + 1
+    assert result.finish_reason == "stop" and result.token_ids == free.token_ids[:cut]
+
+
+def test_the_context_ends_an_answer(pair: Pair) -> None:
+    ids = pair.codec.encode(PROMPT)
+    result = pair.generate(ids, max_new_tokens=1000)
+    assert result.finish_reason == "context"
+    assert len(ids) + len(result.token_ids) == CONTEXT
+    with pytest.raises(ContextError, match=f"at most {CONTEXT - 1}"):
+        pair.generate([5] * CONTEXT)
+    with pytest.raises(ContextError):
+        pair.stream([5] * CONTEXT)
+
+
+def test_more_prompts_than_the_batch_run_in_groups_with_the_same_answers(tokenizer_file: Path) -> None:
+    prompts = [PROMPT + "x" * n for n in range(5)]
+    wide, narrow = make(tokenizer_file), make(tokenizer_file, batch_size=2)
+    expected = [result.token_ids for result in wide.generate(prompts, max_new_tokens=9)]
+    assert [result.token_ids for result in narrow.generate(prompts, max_new_tokens=9)] == expected
+    assert max(rows for rows, _ in narrow.target.calls) == 2  # type: ignore[attr-defined]
+
+
+def test_all_prompts_are_checked_before_any_runs(tokenizer_file: Path) -> None:
+    with make(tokenizer_file, batch_size=1) as narrow, pytest.raises(ContextError):
+        narrow.generate([PROMPT, [5] * CONTEXT])
+    assert narrow.target.calls == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
+        ({"zzz": 3}, "unknown setting 'zzz' .known: max_new_tokens"),
+        ({"temperature": -1.0}, "temperature must be .* at least 0, not -1"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0"),
+        ({"draft_length": 99}, "draft_length"),
+        ({"draft": "oracle"}, "draft 'oracle' is unknown"),
+    ],
+)
+def test_illegal_settings_are_refused_before_anything_runs(pair: Pair, settings: dict[str, Any], message: str) -> None:
+    for call in (pair.generate, pair.stream):
+        with pytest.raises(UsageError, match=message):
+            call(PROMPT, **settings)
+    with pytest.raises(UsageError, match=message):
+        pair.generate([Request(PROMPT, **settings)])
+    assert pair.target.calls == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("prompt", ["", [VOCAB], [-1], [[5], []]])
+def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any) -> None:
+    with pytest.raises(UsageError, match="prompt"):
+        pair.generate(prompt)
+
+
+def test_without_a_draft_model_the_ngram_drafter_is_the_default(tokenizer_file: Path) -> None:
+    with make(tokenizer_file, draft=False) as single:
+        assert single.generate(PROMPT, max_new_tokens=4).draft == "ngram"
+        with pytest.raises(UsageError, match=r"no draft model \(possible: ngram, none\)"):
+            single.generate(PROMPT, draft="model")
+
+
+def test_the_bundle_s_sampling_defaults_apply_unless_given(tokenizer_file: Path) -> None:
+    with make(tokenizer_file, sampling={"temperature": 0.8, "top_k": 5.0}) as sampling:
+        assert sampling.settings({}).temperature == 0.8
+        assert sampling.settings({}).top_k == 5 and isinstance(sampling.settings({}).top_k, int)
+        assert sampling.generate(PROMPT, max_new_tokens=3).rule == "block"
+        assert sampling.generate(PROMPT, max_new_tokens=3, temperature=0.0).rule == "greedy"
+    with pytest.raises(BundleError, match="unknown option 'temprature'"):
+        sampling_defaults(manifest({}, {"temprature": 1.0}))
+
+
+def test_different_vocabularies_are_refused(tokenizer_file: Path) -> None:
+    codec = Codec(tokenizer_file)
+    with pytest.raises(BundleError, match=r"target 512, draft 600"):
+        check_vocabulary(manifest({"target": entry(), "draft": entry(vocab_size=600)}), codec)
+    with pytest.raises(BundleError, match="512 ids, the target only 500"):
+        check_vocabulary(manifest({"target": entry(vocab_size=500)}), codec)
+
+
+def test_what_counts_as_one_prompt() -> None:
+    assert is_single("text") and is_single([1, 2]) and is_single(Request("x")) and is_single((np.int64(3),))
+    assert not is_single(["text"]) and not is_single([[1]]) and not is_single([]) and not is_single([Request("x")])
+
+
+def test_the_face_is_exactly_what_it_says() -> None:
+    for name in leadout.__all__:
+        assert getattr(leadout, name) is not None
+    assert set(dir(leadout)) == set(leadout.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = leadout.nothing
