@@ -236,8 +236,8 @@ def judge(row: Row, draft: Draft, logits: NDArray[np.float32]) -> verify.Verdict
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):
         return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
-    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x)).tolist()
-    final = float(sampler.noise.uniforms(start, Purpose.FINAL, 1)[0])
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
     def p(i: int) -> Probs:
         return sampler.chain.distribution(logits[i], x[:i])

@@ -139,7 +139,7 @@ class Sampler:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         count = len(drafted) + 1
-        return draw(q, float(self.noise.uniforms(start, Purpose.DRAFT, count)[-1])), q
+        return draw(q, self.noise.uniforms(start, Purpose.DRAFT, count)[-1]), q
 
 
 def _keep(scores: Probs, edge: float) -> None:

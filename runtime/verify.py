@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .sampling import Probs
 
+Uniforms = Sequence[float] | NDArray[np.float64]
 Draw = Callable[[Probs], int]
 
 
@@ -41,7 +42,7 @@ def match(x: Sequence[int], choose: Callable[[int], int]) -> Verdict:
 
 
 def rejection(
-    x: Sequence[int], q: Sequence[Probs] | None, p: Callable[[int], Probs], uniforms: Sequence[float], draw: Draw
+    x: Sequence[int], q: Sequence[Probs] | None, p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw
 ) -> Verdict:
     """Leviathan et al. 2211.17192, algorithm 1: accept with probability min(1, p/q), else draw from the residual.
 
@@ -58,7 +59,7 @@ def rejection(
 
 
 def block(
-    x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Sequence[float], draw: Draw
+    x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw
 ) -> Verdict:
     """Block verification, Sun et al. 2403.10444, algorithm 2: keeps the longest prefix whose own coin lands.
 

@@ -1,0 +1,170 @@
+"""Losslessness, exactly: the joint law of K+1 tokens under every rule, from the production functions, to 1e-12."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_runtime import Branches, Coin, decode_law, distance, law, rounded, target_law
+
+from leadout.engines.toy import mixed_law, table_law
+from leadout.runtime import verify
+from leadout.runtime.noise import Noise, Purpose
+from leadout.runtime.sampling import draw
+
+TIGHT = 1e-12
+RULES = ("rejection", "block")
+
+
+def rows_by_context(rng, vocab, depth, *, zeros=False):
+    """A random table: context (tuple shorter than depth) -> distribution; with ``zeros``, some tokens impossible."""
+    table = {}
+    for size in range(depth):
+        for context in itertools.product(range(vocab), repeat=size):
+            weights = rng.gamma(0.7, size=vocab) + 1e-3
+            if zeros:
+                weights[rng.permutation(vocab)[: rng.integers(0, vocab)]] = 0.0
+            table[context] = weights / weights.sum()
+    return table
+
+
+def joint_law(rule, p, q, vocab, length):
+    """Draft ``length`` tokens from q (or the fixed tokens q), verify with production code, go on with the target."""
+    fixed = isinstance(q, tuple)
+    rest = range(length + 1)
+
+    def run(branches: Branches) -> tuple[int, ...]:
+        x: list[int] = []
+        for i in range(length):
+            x.append(q[i] if fixed else Coin(branches).draw(q[tuple(x)]))
+        rows = None if fixed else [q[tuple(x[:i])] for i in range(length)]
+        coins = [Coin(branches) for _ in x]
+        apply = verify.rejection if rule == "rejection" else verify.block
+        verdict = apply(x, rows, lambda i: p[tuple(x[:i])], coins, lambda weights: Coin(branches).draw(weights))
+        assert verdict.accepted <= verdict.tested <= length
+        tokens = [*x[: verdict.accepted], verdict.token]
+        while len(tokens) < len(rest):
+            tokens.append(Coin(branches).draw(p[tuple(tokens)]))
+        return tuple(tokens)
+
+    return law(run)
+
+
+def expected_accepted(rule, p, q, vocab, length):
+    def run(branches: Branches) -> int:
+        x: list[int] = []
+        for _ in range(length):
+            x.append(Coin(branches).draw(q[tuple(x)]))
+        rows = [q[tuple(x[:i])] for i in range(length)]
+        coins = [Coin(branches) for _ in x]
+        apply = verify.rejection if rule == "rejection" else verify.block
+        return apply(x, rows, lambda i: p[tuple(x[:i])], coins, lambda weights: Coin(branches).draw(weights)).accepted
+
+    return sum(n * chance for n, chance in law(run).items())
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("vocab", "length"), [(3, 0), (4, 1), (3, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_drafts_leave_the_law_alone(rule, vocab, length, zeros):
+    rng = np.random.default_rng([vocab, length, zeros])
+    p = rows_by_context(rng, vocab, length + 1, zeros=zeros)
+    q = rows_by_context(rng, vocab, length + 1, zeros=zeros)
+    truth = target_law(p.__getitem__, vocab, length + 1)
+    assert distance(joint_law(rule, p, q, vocab, length), truth) < TIGHT
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("drafted", [(0,), (2, 2), (1, 0, 2)])
+def test_fixed_drafts_leave_the_law_alone(drafted, zeros):
+    rng = np.random.default_rng([len(drafted), zeros])
+    p = rows_by_context(rng, 3, len(drafted) + 1, zeros=zeros)
+    truth = target_law(p.__getitem__, 3, len(drafted) + 1)
+    assert distance(joint_law("rejection", p, drafted, 3, len(drafted)), truth) < TIGHT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_perfect_draft_is_always_accepted(rule):
+    p = rows_by_context(np.random.default_rng(5), 3, 3)
+    assert expected_accepted(rule, p, p, 3, 2) == pytest.approx(2, abs=TIGHT)
+
+
+def test_block_accepts_more_than_rejection_and_rejection_accepts_the_overlap():
+    rng = np.random.default_rng(11)
+    p, q = rows_by_context(rng, 3, 4), rows_by_context(rng, 3, 4)
+    by_token, by_block = (expected_accepted(rule, p, q, 3, 3) for rule in RULES)
+    assert by_block > by_token + 0.01
+    overlap = float(np.minimum(p[()], q[()]).sum())
+    assert expected_accepted("rejection", p, q, 3, 1) == pytest.approx(overlap, abs=TIGHT)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.0]), min_size=3, max_size=3), min_size=8, max_size=8),
+    st.sampled_from(RULES),
+)
+def test_any_rows_with_zeros_ties_and_disjoint_supports(weights, rule):
+    rows = [np.array(w) / sum(w) if sum(w) else np.array([0.0, 1.0, 0.0]) for w in weights]
+    p = {(): rows[0], (0,): rows[1], (1,): rows[2], (2,): rows[3]}
+    q = {(): rows[4], (0,): rows[5], (1,): rows[6], (2,): rows[7]}
+    assert distance(joint_law(rule, p, q, 3, 1), target_law(p.__getitem__, 3, 2)) < TIGHT
+
+
+def test_draw_has_exactly_its_law():
+    """Each token's share of [0, 1), found by bisecting the production function itself."""
+    for weights in ([0.1, 0.0, 0.6, 0.3], [2.0, 1.0], [0.0, 0.0, 5.0, 0.0]):
+        law_, edges = np.array(weights), [0.0]
+        for token in range(len(weights)):
+            low, high = 0.0, 1.0
+            for _ in range(60):
+                middle = (low + high) / 2
+                low, high = (middle, high) if draw(law_, middle) <= token else (low, middle)
+            edges.append(low)
+        assert np.abs(np.diff(edges) - law_ / law_.sum()).max() < TIGHT
+        assert law_[draw(law_, 0.0)] > 0 and law_[draw(law_, np.nextafter(1.0, 0.0))] > 0
+
+
+def test_gumbel_noise_is_the_double_logarithm_of_its_own_uniforms():
+    noise = Noise(3)
+    expected = -np.log(-np.log(noise.uniforms(17, Purpose.GUMBEL, 50)))
+    assert np.array_equal(noise.gumbel(17, 50), expected)
+    assert np.array_equal(Noise(3).gumbel(17, 20), expected[:20])
+
+
+def test_gumbel_argmax_draws_from_the_law():
+    """20,000 positions at a fixed seed: chi-square over 5 tokens below the 1e-4 quantile (23.5 at 4 degrees)."""
+    p, noise = np.array([0.05, 0.15, 0.2, 0.25, 0.35]), Noise(2)
+    counts = np.zeros(5)
+    for position in range(20_000):
+        counts[int((np.log(p) + noise.gumbel(position, 5)).argmax())] += 1
+    assert (((counts - 20_000 * p) ** 2) / (20_000 * p)).sum() < 23.5
+
+
+def test_streams_do_not_share_numbers():
+    noise = Noise(1)
+    streams = [tuple(noise.uniforms(position, purpose, 8)) for position in range(5) for purpose in Purpose]
+    assert len(set(itertools.chain(*streams))) == 8 * len(streams)
+    assert tuple(Noise(2).uniforms(0, Purpose.DRAFT, 8)) not in streams
+    assert np.array_equal(noise.uniforms(4, Purpose.ACCEPT, 3), Noise(1).uniforms(4, Purpose.ACCEPT, 8)[:3])
+
+
+WHOLE_RUNS = [
+    {"rule": "rejection", "draft_length": 2},
+    {"rule": "block", "draft_length": 2},
+    {"rule": "rejection", "draft": "ngram", "draft_length": 2},
+    {"rule": "block", "draft": "ngram", "draft_length": 2},
+    {"rule": "rejection", "draft": "none"},
+]
+
+
+@pytest.mark.parametrize("options", WHOLE_RUNS, ids=lambda o: "-".join(map(str, o.values())))
+def test_whole_runs_have_the_target_s_law(options, monkeypatch):
+    """Decoder, drafter, caches and rule together, over several rounds: three tokens, every branch."""
+    target, other = table_law(3, seed=4), table_law(3, seed=5)
+    prompt = [1, 2, 1, 2, 1]
+    laws = target, mixed_law(target, other, 0.8)
+    found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, **options)
+    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3)) < TIGHT
