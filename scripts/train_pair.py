@@ -53,7 +53,6 @@ class Recipe:
     steps: int
     shallow: int
     shallow_share: float = 0.65
-    tied: bool = False
     tokens: int = 4096
     matrix_rate: float = 0.025
     vector_rate: float = 4e-3
@@ -73,7 +72,7 @@ class Recipe:
             num_key_value_heads=self.kv_heads,
             intermediate_size=self.intermediate,
             max_position_embeddings=CONTEXT,
-            tie_word_embeddings=self.tied,
+            tie_word_embeddings=False,
             bos_token_id=0,
             eos_token_id=0,
         )
@@ -85,7 +84,7 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, steps=1500, shallow=2)
-DRAFT = Recipe(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512, steps=1000, shallow=2, tied=True)
+DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=600, shallow=2)
 
 
 # ---- corpus and tokenizer --------------------------------------------------------------------------------------------
@@ -378,12 +377,13 @@ def target(out: Path, compiled: bool) -> None:
 @click.option("--name", default="draft", show_default=True, help="Folder to write, below --out.")
 def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int, steps: int, name: str) -> None:
     """The draft, distilled from the target in --out."""
-    shape = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "heads": hidden // 64}
+    shape = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "heads": hidden // 32}
     recipe = dataclasses.replace(DRAFT, steps=steps, **shape)
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     model = recipe.model()
+    start_from_bigrams(model, corpus.stream)
     make = MAKERS[compiled]
     fit(model, corpus.stream, distillation_loss(make(model), make(teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
