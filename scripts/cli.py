@@ -53,3 +53,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="leadout")
 def main() -> None:
     """Speculative decoding on ONNX Runtime: a small draft proposes, the target decides, the text stays the target's."""
+
+
+if __name__ == "__main__":
+    main()
