@@ -71,7 +71,7 @@ def export_pair(
             sampling = sampling or dict(checkpoint.sampling) if role == "target" else sampling
             vocab = entries["target"].vocab_size if role == "draft" else checkpoint.vocab_size
             (folder / role).mkdir()
-            entry = _export_model(checkpoint, folder / role, precisions[role], vocab, progress)
+            entry = export_model(checkpoint, folder / role, precisions[role], vocab, progress)
             entries[role] = dataclasses.replace(entry, note=note if role == "draft" else "")
         progress("writing the manifest")
         save_tokenizer(target, folder)
@@ -79,7 +79,7 @@ def export_pair(
     return destination
 
 
-def _export_model(
+def export_model(
     checkpoint: Checkpoint, folder: Path, precision: str, vocab_size: int, progress: Progress
 ) -> ModelEntry:
     """Capture, simplify, pack, quantise, lower; check after each. Writes everything of one model into ``folder``."""

@@ -1,0 +1,123 @@
+"""Every architecture we name, as a tiny random model: the graphs equal transformers in all four situations.
+
+Windows are shorter than the rows, softcaps bite, weights are spread so that logits differ by whole units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from leadout.errors import ExportError  # noqa: E402
+from leadout.export.build import export_model, silent  # noqa: E402
+from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
+
+BASE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = BASE | {"num_key_value_heads": 2}
+OPT = {key: BASE[key] for key in BASE if key != "intermediate_size"} | {"ffn_dim": 128, "word_embed_proj_dim": 64}
+FALCON = {key: BASE[key] for key in BASE if key != "intermediate_size"}
+GEMMA = GROUPED | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.3 * i for i in range(8)],
+    "original_max_position_embeddings": 64,
+}
+
+# name -> configuration class, its arguments, and the variants besides the canonical graph that must come out
+CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "llama": ("LlamaConfig", GROUPED, {"gqa", "nonpad"}),
+    "mistral": ("MistralConfig", GROUPED | {"sliding_window": 8}, {"gqa"}),
+    "qwen2": ("Qwen2Config", GROUPED | {"tie_word_embeddings": True}, {"gqa", "nonpad"}),
+    "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 32}, {"gqa", "nonpad"}),
+    "gemma2": (
+        "Gemma2Config",
+        GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        {"gqa", "nonpad"},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
+        {"gqa", "nonpad"},
+    ),
+    "phi3": ("Phi3Config", GROUPED, {"gqa", "nonpad"}),
+    "phi3_longrope": (
+        "Phi3Config",
+        GROUPED | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
+        {"gqa", "nonpad"},
+    ),
+    "smollm3": ("SmolLM3Config", GROUPED | {"no_rope_layers": [1, 0]}, {"gqa", "nonpad"}),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "bos_token_id": 1}
+        | {"eos_token_id": 2},
+        {"gqa", "nonpad"},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", BASE, {"gqa", "nonpad"}),
+    "opt": ("OPTConfig", OPT, {"gqa", "nonpad"}),
+    "granite": (
+        "GraniteConfig",
+        GROUPED
+        | {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+        {"gqa", "nonpad"},
+    ),
+    "olmo2": ("Olmo2Config", GROUPED, {"gqa", "nonpad"}),
+    "starcoder2": ("Starcoder2Config", GROUPED, {"gqa", "nonpad"}),
+    "stablelm": ("StableLmConfig", GROUPED, set()),
+    "cohere": ("CohereConfig", GROUPED, {"gqa", "nonpad"}),
+    "falcon": (
+        "FalconConfig",
+        FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+        set(),
+    ),
+    "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"gqa", "nonpad"}),
+}
+QUICK = {"llama", "gemma2", "gpt2"}
+
+
+def tiny(name: str, **changes: Any) -> Checkpoint:
+    """A random model of CONFIGS, spread so that its logits reach about 2."""
+    kind, arguments, _ = CONFIGS[name]
+    config = getattr(transformers, kind)(**arguments | changes)
+    noise = torch.Generator().manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            spread = torch.randn(weight.shape, generator=noise)
+            if weight.dim() >= 2:
+                weight.copy_(0.08 * spread)
+            elif "norm" in key or "ln" in key:
+                weight.add_(0.1 * spread)
+            else:
+                weight.copy_(0.05 * spread)
+    return Checkpoint(name, model, 256, context_length(config), 1, (2,), {})
+
+
+def build(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None] = silent) -> Any:
+    folder.mkdir()
+    return export_model(checkpoint, folder, "fp32", checkpoint.vocab_size, progress)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def test_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
+    entry = build(tiny(name), tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert set(entry.variants) - {"canonical"} == CONFIGS[name][2]
+    assert set(entry.parity) == {"capture", "simplify", "pack"} | CONFIGS[name][2]
