@@ -1,0 +1,173 @@
+"""The chain against a plain reference that sorts everything, and the settings that govern it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from leadout.errors import EngineError, UsageError
+from leadout.runtime.noise import Noise
+from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.settings import Settings
+
+VOCAB = 12
+
+
+def reference(logits, settings, prompt, output, ends):
+    """The documented chain, one token at a time."""
+    scores = [float(x) for x in logits]
+    for token in range(len(scores)):
+        if token in ends and len(output) < settings.min_new_tokens:
+            scores[token] = -math.inf
+        scores[token] += settings.logit_bias.get(token, 0.0)
+        if token in (*prompt, *output):
+            penalty = settings.repetition_penalty
+            scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+        count = output.count(token)
+        scores[token] -= settings.frequency_penalty * count + settings.presence_penalty * (count > 0)
+    if settings.temperature == 0:
+        return scores.index(max(scores))
+    top = max(scores)
+    weights = np.array([math.exp((score - top) / settings.temperature) for score in scores])
+    if 0 < settings.top_k < len(weights):
+        weights[weights < sorted(weights)[-settings.top_k]] = 0.0
+    if settings.top_p < 1:
+        mass, edge = 0.0, 0.0
+        for edge in sorted(weights, reverse=True):
+            mass += edge
+            if mass >= settings.top_p * weights.sum() * (1 - 1e-12):
+                break
+        weights[weights < edge] = 0.0
+    weights[weights < settings.min_p * weights.max() * (1 - 1e-12)] = 0.0
+    return weights / weights.sum()
+
+
+FINITE = st.integers(-40, 40).map(lambda n: n / 7)
+
+
+@st.composite
+def cases(draw):
+    options = {
+        "temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 1.7])),
+        "top_k": draw(st.sampled_from([0, 1, 3, 11, 12, 40])),
+        "top_p": draw(st.sampled_from([1.0, 0.95, 0.5, 0.01])),
+        "min_p": draw(st.sampled_from([0.0, 0.05, 1.0])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.3, 0.5])),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.6, -1.0])),
+        "frequency_penalty": draw(st.sampled_from([0.0, 0.25])),
+        "min_new_tokens": draw(st.integers(0, 6)),
+        "logit_bias": draw(
+            st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-math.inf, -2.0, 5.0]), max_size=3)
+        ),
+    }
+    tokens = st.lists(st.integers(0, VOCAB - 1), max_size=4)
+    logits = draw(st.lists(FINITE, min_size=VOCAB, max_size=VOCAB, unique=True))
+    return np.array(logits, np.float32), Settings(**options), draw(tokens), draw(tokens), draw(tokens)
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(cases())
+def test_the_chain_equals_its_documentation(case):
+    logits, settings, prompt, committed, drafted = case
+    ends = {1, 5}
+    chain = Chain(settings, VOCAB, prompt, ends)
+    chain.extend(committed)
+    kept = logits.copy()
+    expected = reference(logits, settings, prompt, [*committed, *drafted], ends)
+    if settings.temperature == 0:
+        assert chain.best(logits, drafted) == expected
+    else:
+        np.testing.assert_allclose(chain.distribution(logits, drafted), expected, atol=1e-12)
+        support = chain.scores(logits, drafted) > -math.inf
+        assert np.array_equal(support, expected > 0)
+    assert np.array_equal(kept, logits)
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])
+def test_the_nucleus_is_exact_on_long_rows(top_p):
+    logits = (4 * np.random.default_rng(1).normal(size=5000)).astype(np.float32)
+    probs = Chain(Settings(temperature=1.0), 5000, [], ()).distribution(logits)
+    kept = Chain(Settings(temperature=1.0, top_p=top_p), 5000, [], ()).distribution(logits) > 0
+    least = probs[kept].min()
+    assert probs[kept].sum() >= top_p > probs[kept].sum() - least
+    assert probs[~kept].max() <= least
+
+
+def test_a_token_as_likely_as_the_last_one_kept_is_kept_too():
+    logits = np.array([1.0, 3.0, 1.0, 1.0, 0.0], np.float32)
+    for options in ({"top_k": 2}, {"top_p": 0.75}, {"min_p": math.exp(-2) - 1e-9}):
+        probs = Chain(Settings(temperature=1.0, **options), 5, [], ()).distribution(logits)
+        assert (probs > 0).tolist() == [True, True, True, True, False]
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    logits = np.array([0.0, 2.0, 2.0, 1.0], np.float32)
+    assert Chain(Settings(), 4, [], ()).best(logits) == 1
+    assert Chain(Settings(logit_bias={3: 1.0}), 4, [], ()).best(logits) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_engine_error(bad, temperature):
+    logits = np.array([0.0, bad, 1.0], np.float32)
+    for options in ({}, {"logit_bias": {0: 1.0}}):
+        chain = Chain(Settings(temperature=temperature, **options), 3, [], ())
+        with pytest.raises(EngineError, match="NaN"):
+            Sampler("coupled" if temperature else "greedy", chain, Noise(0)).choose(logits, [], 0)
+
+
+def test_impossible_tokens_are_never_chosen():
+    logits = np.array([-math.inf, 0.0, -math.inf], np.float32)
+    sampler = Sampler("coupled", Chain(Settings(temperature=2.0), 3, [], ()), Noise(4))
+    assert {sampler.choose(logits, [], position) for position in range(50)} == {1}
+
+
+BAD = [
+    ({"temperature": -0.1}, "temperature must be a finite number of at least 0, not -0.1"),
+    ({"temperature": math.nan}, "temperature"),
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, not 0"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens"),
+    ({"min_new_tokens": -1}, "min_new_tokens"),
+    ({"top_k": True}, "top_k"),
+    ({"top_p": 0}, "top_p must be above 0"),
+    ({"top_p": 1.01}, "top_p must be a finite number from 0 to 1, not 1.01"),
+    ({"min_p": 2}, "min_p"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+    ({"frequency_penalty": math.inf}, "frequency_penalty must be a finite number"),
+    ({"logit_bias": {-1: 1.0}}, "token id"),
+    ({"logit_bias": {1: math.nan}}, "logit_bias of token 1"),
+    ({"stop": ("",)}, "stop must be"),
+    ({"stop": "text"}, "stop must be"),
+    ({"stop_token_ids": (-4,)}, "token id"),
+    ({"seed": -1}, "seed must be an integer from 0"),
+    ({"draft": "medusa"}, r"draft 'medusa' is unknown \(one of: model, ngram, none\)"),
+    ({"draft_length": 17}, "draft_length must be an integer from 0 to 16 or 'auto', not 17"),
+    ({"draft_length": "long"}, "draft_length"),
+    ({"rule": "typical"}, "rule 'typical' is unknown"),
+    ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0, not 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_settings_outside_their_range_are_refused_by_name(options, message):
+    with pytest.raises(UsageError, match=message):
+        Settings(**options)
+
+
+def test_the_rule_in_force():
+    assert Settings(rule="block").acceptance_rule == "greedy"
+    assert Settings(temperature=1.0).acceptance_rule == "block"
+    assert Settings(temperature=1.0, seed=0).acceptance_rule == "coupled"
+    assert Settings(temperature=1.0, draft="ngram").acceptance_rule == "coupled"
+    assert Settings(temperature=1.0, seed=0, rule="rejection").acceptance_rule == "rejection"
+
+
+def test_token_ids_outside_the_vocabulary_are_refused():
+    for options in ({"logit_bias": {VOCAB: 1.0}}, {"stop_token_ids": (VOCAB,)}):
+        with pytest.raises(UsageError, match=f"token id {VOCAB} is outside the vocabulary"):
+            Chain(Settings(**options), VOCAB, [], ())
