@@ -37,7 +37,7 @@ class RowCache(Protocol):
 
 
 class ConcatCache:
-    """Two buffers a tensor: the graph reads a dense [1, H, past, D] from one and writes [1, H, past + S, D] to the other.
+    """Two buffers a tensor: the graph reads [1, H, past, D] from one and writes [1, H, past + S, D] to the other.
 
     The graph copies its cache in every step as it is; rolling back copies the kept prefix once more, into the buffer
     that is free anyway. Rejected slots are not left as masked holes: a graph with a sliding window counts slots, and

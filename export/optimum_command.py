@@ -1,0 +1,48 @@
+"""``optimum-cli export leadout``: the same exporter inside optimum's command line (which imports this at start)."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+
+from ..errors import LeadoutError
+
+PRECISIONS = ("fp32", "fp16", "int8", "int4")
+
+
+class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum ships no types
+    """Options are those of ``leadout export``; the target is --model, as in optimum's other exporters."""
+
+    COMMAND = CommandInfo(name="leadout", help="Export a target and a draft model to a Leadout bundle.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        """Declare the options; optimum calls this when it builds its parser."""
+        parser.add_argument("-m", "--model", required=True, help="The target: a checkpoint directory or hub id.")
+        parser.add_argument("--draft", help="The draft: a checkpoint directory or hub id.")
+        parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the target's weights.")
+        parser.add_argument("--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: as the target.")
+        parser.add_argument("--max-context", type=int, help="Positions to allow. Default: the model's own.")
+        parser.add_argument("output", type=Path, help="Where to write the bundle.")
+
+    def run(self) -> None:
+        """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code."""
+        from .build import export_pair
+
+        args = self.args
+        try:
+            place = export_pair(
+                args.model,
+                args.draft,
+                args.output,
+                precision=args.precision,
+                draft_precision=args.draft_precision,
+                max_context=args.max_context,
+                progress=lambda line: print(line, file=sys.stderr),
+            )
+        except LeadoutError as error:
+            self.parser.exit(error.exit_code, f"{self.parser.prog}: {error}\n")
+        print(place)

@@ -1,0 +1,133 @@
+"""Shared caches (onnxruntime-genai): GroupQueryAttention with lengths from the mask, against a numpy reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from support_foreign import CONTEXT, VOCAB, Form, decoder, engine, genai_directory, reference, weights
+
+from leadout.bundle import Bundle
+from leadout.engines import open_engine
+from leadout.errors import EngineError, ExportError
+from leadout.export.foreign import import_pair
+
+FORMS = {
+    "plain": Form(gqa=True, positions=False),
+    "position_ids": Form(gqa=True),
+    "sliding window": Form(gqa=True, window=5),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_ragged_batch_with_roll_backs_equals_a_full_recompute(tmp_path: Path, form: Form) -> None:
+    runner = engine(tmp_path, form)
+    runner.reset(3)
+    rng, w = np.random.default_rng(1), weights()
+    text = rng.integers(0, VOCAB, (3, CONTEXT))
+    truth = np.stack([reference(w, row, form.window) for row in text])
+    lens = np.zeros(3, np.int64)
+    for width in (7, 5, 2, 5, 1, 4):
+        tokens = np.stack([text[b, n : n + width] for b, n in enumerate(lens)])
+        want = np.stack([truth[b, n : n + width] for b, n in enumerate(lens)])
+        np.testing.assert_allclose(runner.forward(tokens, lens), want, atol=5e-5)
+        lens += rng.integers(0, width + 1, 3)
+    assert len(set(lens)) == 3
+
+
+def test_the_cache_is_written_in_place_and_survives_growth(tmp_path: Path) -> None:
+    runner, w = engine(tmp_path, Form(gqa=True)), weights()
+    text = np.random.default_rng(2).integers(0, VOCAB, CONTEXT)
+    runner.reset(2)
+    addresses = [buffer.ctypes.data for buffer in runner._rows[0]._buffers]
+    runner.forward(text[None, :5], np.zeros(1, np.int64))
+    assert [buffer.ctypes.data for buffer in runner._rows[0]._buffers] == addresses
+    assert runner._rows[0]._buffers[0][0, :, :5].any() and not runner._rows[0]._buffers[0][0, :, 5:].any()
+    runner.copy_row(0, 1)
+    runner.reserve(200)
+    assert runner.capacity == 256
+    out = runner.forward(np.stack([text[3:6], text[5:8]]), np.array([3, 5]))
+    truth = reference(w, text)
+    np.testing.assert_allclose(out, [truth[3:6], truth[5:8]], atol=5e-5)
+
+
+def test_padding_beyond_the_context_is_not_run(tmp_path: Path) -> None:
+    runner, w = engine(tmp_path, Form(gqa=True, positions=False)), weights()
+    text = np.random.default_rng(3).integers(0, VOCAB, CONTEXT)
+    runner.forward(text[None, :-2], np.zeros(1, np.int64))
+    out = runner.forward(np.concatenate([text[-2:], [1, 2, 3]])[None], np.array([CONTEXT - 2]))
+    np.testing.assert_allclose(out[0, :2], reference(w, text)[-2:], atol=5e-5)
+    assert not out[0, 2:].any()
+
+
+def test_import_reads_the_configuration(tmp_path: Path) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)))
+    bundle = Bundle.read(import_pair(source, None, tmp_path / "bundle"))
+    entry = bundle.manifest.models["target"]
+    assert (entry.dialect, entry.max_context, entry.eos_token_ids) == ("genai", CONTEXT, (0, 5))
+    assert bundle.manifest.sampling == {"temperature": 1.0, "top_k": 7.0}
+    assert set(entry.parity) == {"rewound", "ragged", "single"} and entry.parity["rewound"] == 0
+    tokens = np.arange(6)[None]
+    out = open_engine(bundle.model("target")).forward(tokens, np.zeros(1, np.int64))
+    np.testing.assert_allclose(out[0], reference(weights(), tokens[0]), atol=5e-5)
+
+
+def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:
+    blind = genai_directory(tmp_path / "blind", decoder(Form(gqa=True)), window=9)
+    knows = genai_directory(tmp_path / "knows", decoder(Form(gqa=True, window=9)), window=9)
+    bundle = Bundle.read(import_pair(blind, knows, tmp_path / "bundle"))
+    target, draft = (bundle.manifest.models[role] for role in ("target", "draft"))
+    assert target.max_context == 9 and "sliding window of 9" in target.note
+    assert draft.max_context == CONTEXT and "window" not in draft.note
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"encoder": {"filename": "encoder.onnx"}}, "encoder"),
+        ({"vision": {"filename": "vision.onnx"}}, "vision"),
+        ({"decoder": {"filename": "../model.onnx"}}, "filename"),
+        ({"decoder": {"pipeline": []}}, "filename"),
+        ({"context_length": 0}, "context_length"),
+    ],
+    ids=["encoder", "vision", "path", "pipeline", "no context"],
+)
+def test_what_is_not_one_decoder_is_refused(tmp_path: Path, extra: dict[str, object], reason: str) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)), **extra)
+    with pytest.raises(ExportError, match=reason):
+        import_pair(source, None, tmp_path / "bundle")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["made"]
+
+
+def test_a_fixed_or_integer_cache_is_refused(tmp_path: Path) -> None:
+    for change, reason in (("length", "fixed length of 40"), ("type", "int8")):
+        model = decoder(Form(gqa=True))
+        for port in (*model.graph.input, *model.graph.output):
+            if "key" in port.name or "value" in port.name:
+                kind = port.type.tensor_type
+                if change == "length":
+                    kind.shape.dim[2].dim_value = CONTEXT
+                else:
+                    kind.elem_type = onnx.TensorProto.INT8
+        source = genai_directory(tmp_path / change, model)
+        with pytest.raises(ExportError, match=reason):
+            import_pair(source, None, tmp_path / "bundle")
+
+
+def test_a_damaged_configuration_is_one_line(tmp_path: Path) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)))
+    for text in ("{", json.dumps([])):
+        (source / "genai_config.json").write_text(text)
+        with pytest.raises(ExportError, match=r"genai_config\.json") as caught:
+            import_pair(source, None, tmp_path / "bundle")
+        assert "\n" not in str(caught.value)
+
+
+def test_other_providers_are_refused_by_name(tmp_path: Path) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)))
+    model = Bundle.read(import_pair(source, None, tmp_path / "bundle")).model("target")
+    with pytest.raises(EngineError, match="genai model runs on provider cpu"):
+        open_engine(model, provider="cuda")

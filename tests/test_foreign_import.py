@@ -1,0 +1,211 @@
+"""Directories of optimum and onnx-community become bundles, or are refused by name and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from support_foreign import CONTEXT, VOCAB, Form, decoder, directory, genai_directory, reference, weights, words
+
+import leadout
+from leadout.bundle import Bundle
+from leadout.engines import open_engine
+from leadout.errors import ExportError
+from leadout.export.foreign import import_pair
+from leadout.export.foreign_source import read_source
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A concat target with external weights, and a genai draft of other weights."""
+    home = tmp_path_factory.mktemp("pair")
+    target = directory(home / "target", decoder())
+    onnx.save(
+        decoder(),
+        target / "onnx/model.onnx",
+        save_as_external_data=True,
+        location="model.onnx_data",
+        size_threshold=1000,
+    )
+    draft = genai_directory(home / "draft", decoder(Form(gqa=True), seed=1))
+    return import_pair(target, draft, home / "bundle")
+
+
+def test_the_bundle_is_the_models_as_they_were(bundle: Path) -> None:
+    read = Bundle.read(bundle)
+    target, draft = (read.manifest.models[role] for role in ("target", "draft"))
+    assert (target.dialect, draft.dialect) == ("concat", "genai")
+    assert (target.architecture, target.precision, target.vocab_size) == ("MadeForCausalLM", "fp32", VOCAB)
+    assert set(target.files) == {"model.onnx_data"} and set(target.variants) == {"canonical"}
+    assert target.parity["rewound"] == 0 and target.parity["ragged"] == 0
+    assert "no transformers reference" in target.note
+    stored = sum(array.size for array in weights().values())
+    assert stored <= target.parameters < stored + 20  # and a dozen constants of the graph
+    tokens = np.random.default_rng(5).integers(0, VOCAB, (1, 9))
+    out = open_engine(read.model("target")).forward(tokens, np.zeros(1, np.int64))
+    np.testing.assert_allclose(out[0], reference(weights(), tokens[0]), atol=5e-5)
+
+
+def test_every_drafter_gives_the_text_of_the_target_alone(bundle: Path) -> None:
+    prompts = [[1, 2, 3], [7], [4, 5, 4, 5, 4]]
+    with leadout.load(bundle, threads=1) as pair:
+        answers = {
+            (draft, length): [
+                r.token_ids for r in pair.generate(prompts, draft=draft, draft_length=length, max_new_tokens=20)
+            ]
+            for draft, length in (("none", 1), ("ngram", 3), ("model", 1), ("model", 4))
+        }
+        alone = [pair.generate(prompt, draft="none", max_new_tokens=20).token_ids for prompt in prompts]
+    assert all(answer == alone for answer in answers.values())
+    greedy, text = [], list(prompts[0])
+    while len(greedy) < 20 and 0 not in greedy:
+        greedy.append(int(reference(weights(), np.array(text))[-1].argmax()))
+        text.append(greedy[-1])
+    assert alone[0] == greedy
+
+
+def test_which_graph_is_taken(tmp_path: Path) -> None:
+    both = directory(tmp_path / "both", decoder())
+    onnx.save(decoder(Form(merged=True)), both / "decoder_model_merged.onnx")
+    assert read_source(both).graph.path == both / "decoder_model_merged.onnx"
+    onnx.save(decoder(), both / "model.onnx")
+    assert read_source(both).graph.path == both / "model.onnx"
+    assert read_source(both / "onnx/model.onnx").graph.path == both / "onnx/model.onnx"
+    named = directory(tmp_path / "named", decoder(), "onnx/model_q4.onnx")
+    with pytest.raises(ExportError, match=r"one of: onnx/model_q4\.onnx"):
+        read_source(named)
+    assert read_source(named / "onnx/model_q4.onnx").root == named
+    split = directory(tmp_path / "split", decoder(), "decoder_with_past_model.onnx")
+    with pytest.raises(ExportError, match="two graphs"):
+        read_source(split)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/config.json").write_text('{"max_position_embeddings": 9}')
+    with pytest.raises(ExportError, match="leadout export"):
+        read_source(tmp_path / "none")
+    with pytest.raises(ExportError, match="no model directory"):
+        read_source(tmp_path / "nowhere")
+
+
+def external(folder: Path, location: str) -> Path:
+    """A model directory whose weights say they lie at ``location``."""
+    root = directory(folder, decoder(), "model.onnx")
+    onnx.save(decoder(), root / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=1000)
+    model = onnx.load(root / "model.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        for item in tensor.external_data:
+            if item.key == "location":
+                item.value = location
+    (root / "model.onnx").write_bytes(model.SerializeToString())
+    return root
+
+
+@pytest.mark.parametrize("location", ["../secret", "{folder}/secret", "sub/w.bin", "..", "model.onnx", "", "a\\b"])
+def test_external_data_must_be_a_plain_name(tmp_path: Path, location: str) -> None:
+    (tmp_path / "secret").write_bytes(bytes(10**5))
+    root = external(tmp_path / "model", location.format(folder=tmp_path))
+    with pytest.raises(ExportError, match="not a plain file name"):
+        import_pair(root, None, tmp_path / "bundle")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "secret"]
+
+
+def test_external_data_may_not_be_missing_or_a_link_outwards(tmp_path: Path) -> None:
+    root = external(tmp_path / "model", "w.bin")
+    (root / "w.bin").rename(tmp_path / "secret")
+    with pytest.raises(ExportError, match=r"'w\.bin' are missing"):
+        import_pair(root, None, tmp_path / "bundle")
+    (root / "w.bin").symlink_to(tmp_path / "secret")
+    with pytest.raises(ExportError, match="a link that leaves"):
+        import_pair(root, None, tmp_path / "bundle")
+
+
+def test_the_hub_cache_own_links_are_followed(tmp_path: Path) -> None:
+    root = external(tmp_path / "snapshots/abc", "w.bin")
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(p for p in root.iterdir() if p.is_file())):
+        path.rename(tmp_path / f"blobs/{number}")
+        path.symlink_to(f"../../blobs/{number}")
+    bundle = import_pair(root, None, tmp_path / "bundle")
+    assert not any(path.is_symlink() for path in bundle.rglob("*"))
+    assert Bundle.read(bundle).manifest.models["target"].parity["rewound"] == 0
+
+
+def refusal(source: Path, out: Path, draft: Path | None = None) -> str:
+    """What import says when it refuses; nothing may be left at ``out`` or beside it."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(ExportError) as caught:
+        import_pair(source, draft, out)
+    assert sorted(out.parent.iterdir()) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_caches_that_do_not_rewind_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out/bundle"
+    out.parent.mkdir()
+    blind = directory(tmp_path / "blind", decoder(Form(merged=True, blind=True)))
+    assert "cannot be rewound by length" in refusal(blind, out)
+    trimmed = directory(tmp_path / "trimmed", decoder(Form(window=4, trimmed=True)))
+    message = refusal(trimmed, out)
+    assert "cannot take this step" in message and str(trimmed) in message
+    last = directory(tmp_path / "last", decoder(Form(last_only=True)))
+    assert str(last) in refusal(last, out)
+    rope = directory(tmp_path / "rope", decoder(), rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert "dynamic-NTK" in refusal(rope, out)
+
+
+def test_activations_quantised_per_step_are_for_drafts_only(tmp_path: Path) -> None:
+    good, coarse = (
+        directory(tmp_path / "good", decoder()),
+        directory(tmp_path / "coarse", decoder(Form(per_tensor=True))),
+    )
+    assert "not be lossless" in refusal(coarse, tmp_path / "bundle")
+    draft = Bundle.read(import_pair(good, coarse, tmp_path / "bundle")).manifest.models["draft"]
+    assert draft.precision == "int8" and draft.parity["rewound"] > 0
+
+
+def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:
+    target, draft = (directory(tmp_path / name, decoder()) for name in ("target", "draft"))
+    words(("other",)).save(str(draft / "tokenizer.json"))
+    assert "another vocabulary" in refusal(target, tmp_path / "bundle", draft)
+    (draft / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer" in refusal(target, tmp_path / "bundle", draft)
+    (draft / "tokenizer.json").unlink()
+    import_pair(target, draft, tmp_path / "bundle")
+    (target / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in refusal(target, tmp_path / "bundle", draft)
+    assert "no tokenizer.json" in refusal(target, tmp_path / "other")
+
+
+def test_the_configuration_is_taken_at_its_word(tmp_path: Path) -> None:
+    root = directory(tmp_path / "model", decoder(), eos_token_id=[3, 4], rope_scaling={"type": "longrope"})
+    config = json.loads((root / "config.json").read_text()) | {"original_max_position_embeddings": 30}
+    (root / "config.json").write_text(json.dumps(config))
+    (root / "generation_config.json").write_text(
+        '{"do_sample": true, "temperature": 0.7, "top_p": 0.9, "eos_token_id": 2}'
+    )
+    source = read_source(root)
+    assert (source.max_context, source.eos_token_ids) == (30, (2,))
+    assert source.sampling == {"temperature": 0.7, "top_p": 0.9}
+    assert "one set of rope factors" in source.note
+    del config["max_position_embeddings"], config["original_max_position_embeddings"]
+    (root / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ExportError, match="no context length"):
+        read_source(root)
+    (root / "config.json").unlink()
+    with pytest.raises(ExportError, match=r"config\.json is missing"):
+        read_source(root)
+
+
+def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
+    source = directory(tmp_path / "model", decoder())
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/mine").write_text("x")
+    with pytest.raises(ExportError, match="not a bundle"):
+        import_pair(source, None, tmp_path / "taken")
+    first = import_pair(source, None, tmp_path / "bundle")
+    assert import_pair(source, None, tmp_path / "bundle") == first  # a bundle is replaced
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "model", "taken"]
+    assert Bundle.read(first).manifest.models["target"].max_context == CONTEXT

@@ -1,0 +1,69 @@
+"""``optimum-cli export leadout``: found by optimum itself, the same options, errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import leadout.export.build as build
+import pytest
+from leadout.errors import ExportError
+from optimum.commands import optimum_cli
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run optimum's own entry point, which looks for registered commands on the way."""
+    monkeypatch.setattr(sys, "argv", ["optimum-cli", "export", "leadout", *arguments])
+    optimum_cli.main()
+
+
+def test_optimum_finds_the_command_and_passes_every_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def export_pair(*args: Any, **options: Any) -> Path:
+        options.pop("progress")("working")
+        calls.append((args, options))
+        return Path("/somewhere/out")
+
+    monkeypatch.setattr(build, "export_pair", export_pair)
+    call(monkeypatch, "--model", "big", "out")
+    call(
+        monkeypatch, "-m", "big", "--draft", "small", "--precision", "int8", "--draft-precision", "int4",
+        "--max-context", "99", "out",
+    )  # fmt: skip
+    assert calls == [
+        (("big", None, Path("out")), {"precision": "fp32", "draft_precision": None, "max_context": None}),
+        (("big", "small", Path("out")), {"precision": "int8", "draft_precision": "int4", "max_context": 99}),
+    ]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["/somewhere/out"] * 2 and printed.err.splitlines() == ["working"] * 2
+
+
+def test_refusals_are_one_line_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, "--model", str(tmp_path), str(tmp_path / "out"))
+    assert caught.value.code == ExportError.exit_code
+    message = capsys.readouterr().err
+    assert "not a checkpoint: config.json is missing" in message and message.count("\n") == 1
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, "--model", "x", "--precision", "int3", "out")
+    assert caught.value.code == 2
+
+
+def test_optimum_starts_without_loading_the_exporter() -> None:
+    program = (
+        "import sys; from optimum.commands import optimum_cli; sys.argv = ['optimum-cli', 'export', '--help']\n"
+        "try: optimum_cli.main()\n"
+        "except SystemExit: pass\n"
+        "assert 'leadout.export.optimum_command' in sys.modules\n"
+        "assert not {'torch', 'transformers', 'onnxruntime', 'onnx'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "leadout" in done.stdout
