@@ -1,30 +1,31 @@
 """How a pair of checkpoints becomes a bundle: in which order, what is checked after which step, and nothing by halves.
 
-Everything is written into a directory beside the destination and renamed at the end; any failure removes it.
+Everything is written beside the destination (``writing.aside``); any failure removes it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from ..bundle import FORMAT, MANIFEST, FileEntry, Manifest, Model, ModelEntry, dump, file_entry
+from ..bundle import FileEntry, Model, ModelEntry, file_entry
 from ..engines import open_engine
-from ..errors import ExportError, UsageError
+from ..errors import UsageError
 from .capture import cache_shapes, capture
-from .checkpoint import Checkpoint, context_length, load, read_config, save_tokenizer
+from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
 from .golden import Truth, compute_truth, save_golden
 from .pairing import same_vocabulary
 from .parity import measure
 from .passes import pack, simplify, to_gqa, to_nonpad
+from .quantize import quantize
+from .writing import aside, destination, write_manifest
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
@@ -56,27 +57,29 @@ def export_pair(
     for value in precisions.values():
         if value not in PRECISIONS:
             raise UsageError(f"precision '{value}' is unknown (one of: {', '.join(PRECISIONS)})")
-    destination = _destination(Path(out))
+    place = destination(out)
     configs = {role: read_config(source) for role, source in sources.items()}
-    contexts = {role: context_length(config) for role, config in configs.items()}
-    contexts["target"] = context_length(configs["target"], max_context)
-    contexts["draft"] = min(contexts["target"], contexts.get("draft", contexts["target"]))
-    note = "" if draft is None else same_vocabulary(str(target), str(draft), configs["target"], configs["draft"])
-    with _aside(destination) as folder:
+    contexts = {"target": context_length(configs["target"], max_context)}
+    note = ""
+    if draft is not None:
+        contexts["draft"] = min(contexts["target"], context_length(configs["draft"]))
+        vocabularies = [vocabulary(sources[role], configs[role]) for role in ("target", "draft")]
+        note = same_vocabulary(*vocabularies)
+    with aside(place) as folder:
+        save_texts(sources["target"], folder)
         entries: dict[str, ModelEntry] = {}
-        sampling: dict[str, float] = {}
         for role, source in sources.items():
             progress(f"{role}: reading {source}")
             checkpoint = load(source, contexts[role])
-            sampling = sampling or dict(checkpoint.sampling) if role == "target" else sampling
-            vocab = entries["target"].vocab_size if role == "draft" else checkpoint.vocab_size
+            if role == "target":
+                sampling, vocab_size = checkpoint.sampling, checkpoint.vocab_size
             (folder / role).mkdir()
-            entry = export_model(checkpoint, folder / role, precisions[role], vocab, progress)
-            entries[role] = dataclasses.replace(entry, note=note if role == "draft" else "")
+            entries[role] = export_model(checkpoint, folder / role, precisions[role], vocab_size, progress)
+        if note:
+            entries["draft"] = dataclasses.replace(entries["draft"], note=note)
         progress("writing the manifest")
-        save_tokenizer(target, folder)
-        _write_manifest(folder, entries, sampling, _provenance(sources, configs))
-    return destination
+        write_manifest(folder, entries, sampling, _provenance(sources, configs))
+    return place
 
 
 def export_model(
@@ -111,8 +114,6 @@ def export_model(
     pack(graph)
     if precision != "fp32":
         checks.stage("pack", graph, "fp32")
-        from .quantize import quantize
-
         quantize(graph, precision)
     ir.save(graph, folder / GRAPH, external_data=BLOB)
     checks.variant("pack" if precision == "fp32" else precision, "canonical", GRAPH, precision)
@@ -168,52 +169,6 @@ class _Checks:
         self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")
         parity.require(f"{self.entry.architecture}, {step}", precision)
         self.found[step] = parity.difference
-
-
-def _destination(out: Path) -> Path:
-    """``out`` made absolute, if a bundle may be put there."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ExportError(f"'{out}' is not a directory; choose another place for the bundle")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise ExportError(f"'{out}' exists and is not a bundle; choose another place, or empty it")
-    return out.absolute()
-
-
-@contextlib.contextmanager
-def _aside(destination: Path) -> Iterator[Path]:
-    """A directory beside ``destination`` that takes its place if all goes well and vanishes if not."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    folder = destination.with_name(f".{destination.name}.{os.getpid()}.partial")
-    old = destination.with_name(f".{destination.name}.{os.getpid()}.old")
-    folder.mkdir()
-    try:
-        yield folder
-        if destination.exists():
-            destination.rename(old)
-        try:
-            folder.rename(destination)
-        except BaseException:
-            if old.exists():
-                old.rename(destination)
-            raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_manifest(
-    folder: Path, entries: dict[str, ModelEntry], sampling: dict[str, float], provenance: dict[str, str]
-) -> None:
-    files = {path.name: file_entry(path) for path in sorted(folder.iterdir()) if path.is_file()}
-    manifest = Manifest(
-        format=FORMAT,
-        leadout=metadata.version("leadout"),
-        models=entries,
-        files=files,
-        sampling=sampling,
-        provenance=provenance,
-    )
-    (folder / MANIFEST).write_text(dump(manifest), encoding="utf-8")
 
 
 def _provenance(sources: dict[str, str], configs: dict[str, Any]) -> dict[str, str]:

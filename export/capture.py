@@ -1,9 +1,9 @@
-"""How transformers' own modelling code becomes one canonical graph: cache, attention and mask are swapped, nothing else.
+"""How transformers' own modelling code becomes one canonical graph: cache, attention and mask are swapped, no more.
 
-The key-value cache is a fixed buffer of M slots a row. New rows are written at each row's own length (``TensorScatter``),
-attention is one opset-24 ``Attention`` node a layer with a boolean mask made in the graph from the rows' positions.
-Everything that belongs to an architecture stays in transformers; the three things swapped are its public extension
-points (a cache layer, an attention function, a mask function), so there is no table of architectures here.
+The key-value cache is a fixed buffer of M slots a row. New rows are written at each row's own length
+(``TensorScatter``), attention is one opset-24 ``Attention`` node a layer with a boolean mask made in the graph from
+the rows' positions. Everything that belongs to an architecture stays in transformers; the three things swapped are
+its public extension points (a cache layer, an attention function, a mask function): no table of architectures here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
 
-class DecoderGraph(nn.Module):
+class DecoderGraph(nn.Module):  # type: ignore[misc]
     """The signature of the canonical graph around a causal language model of transformers."""
 
     def __init__(self, model: PreTrainedModel, step: _Step, vocab_size: int) -> None:
@@ -84,7 +84,7 @@ class DecoderGraph(nn.Module):
     ) -> tuple[Tensor, ...]:
         """logits [B, L, V], then keys and values of every layer, as in DESIGN: the same buffers, new rows written."""
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
-        layers = [SlotLayer(*past[i : i + 2], past_lens) for i in range(0, len(past), 2)]
+        layers = [SlotLayer(past[i], past[i + 1], past_lens) for i in range(0, len(past), 2)]
         # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
         everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
         with _only_rows(self.model.get_output_embeddings(), logit_index):
@@ -264,7 +264,7 @@ def _pin_rope(model: PreTrainedModel) -> None:
     """Longrope picks its factors by the longest row of a batch; keep the short ones, which the context is cut to."""
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"  # type: ignore[assignment]
+            module.rope_type = "default"
 
 
 @contextlib.contextmanager

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from ..errors import ExportError, UsageError
+from .pairing import Vocabulary, read_ids
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # runtime settings of the same names
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,22 +99,32 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
     )
 
 
-def save_tokenizer(source: str | Path, folder: Path) -> None:
-    """Write ``tokenizer.json`` (and its configuration and chat template) and ``generation_config.json``.
+def vocabulary(source: str, config: Any) -> Vocabulary:
+    """Every token's id and the number of logits. Reads ``tokenizer.json`` and no weights."""
+    path = find_file(source, "tokenizer.json")
+    return Vocabulary(source, None if path is None else read_ids(path), int(config.get_text_config().vocab_size))
 
-    Raises ExportError if the checkpoint has no tokenizer that the ``tokenizers`` library can run.
+
+def save_texts(source: str, folder: Path) -> None:
+    """Copy what decoding needs besides weights, as it is: the tokenizer, its settings and chat template, defaults.
+
+    Raises ExportError if there is no ``tokenizer.json``, the one form that needs no transformers.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ExportError(f"'{source}' has no usable tokenizer: {_first_line(error)}") from None
-    if not tokenizer.is_fast:
-        raise ExportError(f"'{source}' has no tokenizer.json, and its tokenizer cannot be converted to one")
-    tokenizer.save_pretrained(str(folder))
-    try:
-        GenerationConfig.from_pretrained(str(source)).save_pretrained(str(folder))
-    except OSError:
-        GenerationConfig.from_model_config(AutoConfig.from_pretrained(str(source))).save_pretrained(str(folder))
+    for name in TEXTS:
+        path = find_file(source, name)
+        if path is not None:
+            shutil.copyfile(path, folder / name)
+        elif name == "tokenizer.json":
+            raise ExportError(
+                f"'{source}' has no tokenizer.json; make one with"
+                " transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """A file of a local directory or of a hub repository (downloaded), or None if it has no such file."""
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 @contextlib.contextmanager
@@ -148,7 +161,7 @@ def _is_recurrent(config: Any) -> bool:
 
 
 def _name(config: Any) -> str:
-    return (getattr(config, "architectures", None) or [config.model_type])[0]
+    return str((getattr(config, "architectures", None) or [config.model_type])[0])
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def save_golden(truth: Truth, path: Path) -> None:
 
 def _write_rows(model: PreTrainedModel, length: int, first: int | None) -> torch.Tensor:
     """[ROWS, length] int64: two tokens drawn at random (or ``first`` and one), then what the model samples."""
-    vocab = model.get_output_embeddings().out_features
+    vocab = model.get_output_embeddings().weight.shape[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start = torch.randint(vocab, (ROWS, 2))

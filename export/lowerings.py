@@ -43,7 +43,7 @@ def lowered(model: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm") and (norm := rms_norm(module)):
-                module.forward = norm  # type: ignore[assignment]
+                module.forward = norm
                 undo.callback(delattr, module, "forward")
         for code in {sys.modules[type(module).__module__] for module in model.modules()}:
             rotate = getattr(code, "apply_rotary_pos_emb", None)
@@ -79,7 +79,7 @@ def is_half_split(rotate: Rotary) -> bool:
     left, right = q.chunk(2, -1)
     expected = q * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
     try:
-        return torch.allclose(rotate(q, k, cos, sin)[0], expected, atol=1e-5)
+        return bool(torch.allclose(rotate(q, k, cos, sin)[0], expected, atol=1e-5))
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False  # another signature: it stays as it is
 
@@ -89,4 +89,5 @@ def half_split(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwa
     width = cos.shape[-1]
     attributes = {"interleaved": 0} | ({"rotary_embedding_dim": int(width)} if width != q.shape[-1] else {})
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    return tuple(symbolic("RotaryEmbedding", (x, cos, sin), attributes, like=x, version=23) for x in (q, k))  # type: ignore[return-value]
+    q, k = (symbolic("RotaryEmbedding", (x, cos, sin), attributes, like=x, version=23) for x in (q, k))
+    return q, k

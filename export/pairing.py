@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from ..errors import ExportError
 
 
-def same_vocabulary(target: str, draft: str, target_config: Any, draft_config: Any) -> str:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The ids of a model's tokens (None if it brings no tokenizer) and how many logits it gives, padding included."""
+
+    source: str
+    ids: Mapping[str, int] | None
+    logits: int
+
+
+def read_ids(path: Path) -> dict[str, int]:
+    """Every token's id in a ``tokenizer.json``. Raises ExportError if it is not one."""
+    try:
+        return dict(Tokenizer.from_str(path.read_text(encoding="utf-8")).get_vocab(with_added_tokens=True))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ExportError(f"{path}: not a tokenizer: {error}") from None
+
+
+def same_vocabulary(target: Vocabulary, draft: Vocabulary) -> str:
     """Raise ExportError unless draft and target share their token ids; else a note on what differs, or nothing.
 
     Two tokenizers must give every token the same id. The number of logits may differ by padding, which the draft's
     graph then cuts or adds.
     """
-    p, q = _ids(target), _ids(draft)
-    p_size, q_size = (config.get_text_config().vocab_size for config in (target_config, draft_config))
+    p, q = target.ids, draft.ids
     if p is None:
-        raise ExportError(f"target '{target}' has no tokenizer; its directory needs a tokenizer.json")
+        raise ExportError(f"target '{target.source}' has no tokenizer.json; put the target's into its directory")
     if q is not None and p != q:
-        token = min((token for token in p.keys() | q.keys() if p.get(token) != q.get(token)), key=lambda t: p.get(t, 0))
+        token = min((t for t in p.keys() | q.keys() if p.get(t) != q.get(t)), key=lambda t: (p.get(t, len(p)), t))
         raise ExportError(
-            f"draft '{draft}' has another vocabulary than target '{target}': token {token!r} is {q.get(token)} there"
-            f" and {p.get(token)} here; choose a draft of the same tokenizer"
+            f"draft '{draft.source}' has another vocabulary than target '{target.source}': token {token!r} is"
+            f" {q.get(token)} there and {p.get(token)} here; choose a draft of the same tokenizer"
         )
-    if p_size == q_size:
+    if target.logits == draft.logits:
         return "" if q is not None else "no tokenizer of its own: its token ids are taken to be the target's"
-    if q is None or min(p_size, q_size) <= max(p.values()):
+    if q is None or min(target.logits, draft.logits) <= max(p.values()):
         raise ExportError(
-            f"draft '{draft}' has a vocabulary of {q_size}, target '{target}' of {p_size};"
+            f"draft '{draft.source}' has a vocabulary of {draft.logits}, target '{target.source}' of {target.logits};"
             " choose a draft of the same tokenizer"
         )
-    return f"vocabulary padded to {q_size} in the checkpoint; its graph gives the target's {p_size}"
-
-
-def _ids(source: str) -> dict[str, int] | None:
-    """Every token's id, or None if ``source`` has no tokenizer."""
-    try:
-        return dict(AutoTokenizer.from_pretrained(source).get_vocab())
-    except (OSError, ValueError, KeyError):
-        return None
+    return f"vocabulary of {draft.logits} in the checkpoint; the graph gives the target's {target.logits}"

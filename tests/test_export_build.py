@@ -1,0 +1,263 @@
+"""From checkpoints on disk to a bundle on disk: what is refused, what is stored how often, and nothing by halves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import onnx_ir as ir  # noqa: E402
+
+from leadout.bundle import Bundle  # noqa: E402
+from leadout.engines import open_engine  # noqa: E402
+from leadout.errors import ExportError, UsageError  # noqa: E402
+from leadout.export import build  # noqa: E402
+from leadout.export.build import export_pair  # noqa: E402
+from leadout.export.pairing import Vocabulary, same_vocabulary  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": True,
+}
+Save = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def save(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Save:
+    """Write a random one-layer Llama (or what is asked for) as a checkpoint directory."""
+
+    def save(kind: str = "LlamaConfig", generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp("checkpoint")
+        config = getattr(transformers, kind)(**SMALL | {"initializer_range": 0.2} | changes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for name, value in (generation or {}).items():
+            setattr(model.generation_config, name, value)
+        model.save_pretrained(folder)
+        shutil.copy(tokenizer_file, folder / "tokenizer.json")
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def mixed(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied int8 target that asks to be sampled, with a tied int4 draft whose vocabulary is padded to 576."""
+    asks = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
+    out = tmp_path_factory.mktemp("bundles") / "mixed"
+    out.mkdir()
+    (out / "leadout.json").write_text("{}")  # an older bundle, to be replaced as a whole
+    (out / "stale").mkdir()
+    pair = (save(generation=asks), save(vocab_size=576))
+    return export_pair(*pair, out, precision="int8", draft_precision="int4", max_context=96)
+
+
+def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportError]:
+    """Export a directory that holds nothing but this config.json; it must be refused and leave nothing."""
+    source, place = tmp_path / "source", tmp_path / "place"
+    source.mkdir()
+    place.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ExportError) as caught:
+        export_pair(source, None, place / "out")
+    assert not list(place.iterdir())
+    assert "\n" not in str(caught.value)
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration.*decoder"),
+        ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel.*no causal language model"),
+        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
+        ({"model_type": "qwen3_next"}, "qwen3_next.*recurrent"),
+        ({"model_type": "no_such_thing"}, "no_such_thing"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "llama.*dynamic-NTK",
+        ),
+    ],
+)
+def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    assert refuse_config(tmp_path, **config).match(reason)
+
+
+@pytest.mark.slow
+def test_attention_sinks_are_refused_by_name(save: Save, tmp_path: Path) -> None:
+    source = save("GptOssConfig", head_dim=16, num_local_experts=2, num_experts_per_tok=1, tie_word_embeddings=False)
+    with pytest.raises(ExportError, match=r"GptOssForCausalLM.*attention sinks"):
+        export_pair(source, None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ExportError, match=r"config\.json is missing"):
+        export_pair(tmp_path / "empty", None, tmp_path / "out")
+    with pytest.raises(ExportError, match="no checkpoint"):
+        export_pair(tmp_path / "nowhere", None, tmp_path / "out")
+
+
+def test_options_outside_their_range(save: Save, tmp_path: Path) -> None:
+    source = save()
+    with pytest.raises(UsageError, match=r"int3.*fp32, fp16, int8, int4"):
+        export_pair(source, None, tmp_path / "out", precision="int3")
+    with pytest.raises(UsageError, match="int3"):
+        export_pair(source, source, tmp_path / "out", draft_precision="int3")
+    with pytest.raises(UsageError, match=r"between 2 and 128.*not 129"):
+        export_pair(source, None, tmp_path / "out", max_context=129)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_is_no_bundle_is_left_alone(save: Save, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ExportError, match="not a bundle"):
+        export_pair(save(), None, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_checkpoint_needs_a_tokenizer(save: Save, tmp_path: Path) -> None:
+    source = save()
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ExportError, match=r"no tokenizer\.json"):
+        export_pair(source, None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_draft_of_another_vocabulary(save: Save, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"draft .* has a vocabulary of 400, target .* of 512"):
+        export_pair(save(), save(vocab_size=400), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_vocabularies() -> None:
+    ids = {"a": 0, "b": 1, "c": 2}
+    target = Vocabulary("t", ids, 3)
+    assert same_vocabulary(target, Vocabulary("d", dict(ids), 3)) == ""
+    assert "no tokenizer of its own" in same_vocabulary(target, Vocabulary("d", None, 3))
+    assert "vocabulary of 8" in same_vocabulary(target, Vocabulary("d", ids, 8))
+    with pytest.raises(ExportError, match="token 'b' is 2 there and 1 here"):
+        same_vocabulary(target, Vocabulary("d", {"a": 0, "b": 2, "c": 1}, 3))
+    with pytest.raises(ExportError, match="token 'c' is None there"):
+        same_vocabulary(target, Vocabulary("d", {"a": 0, "b": 1}, 3))
+    with pytest.raises(ExportError, match=r"vocabulary of 2, target 't' of 3"):
+        same_vocabulary(target, Vocabulary("d", ids, 2))
+    with pytest.raises(ExportError, match=r"vocabulary of 8"):
+        same_vocabulary(target, Vocabulary("d", None, 8))
+    with pytest.raises(ExportError, match=r"'t' has no tokenizer\.json"):
+        same_vocabulary(Vocabulary("t", None, 3), target)
+
+
+@pytest.mark.parametrize("moment", ["reading", "capture"])
+def test_an_interrupted_export_leaves_what_was_there(save: Save, tmp_path: Path, moment: str) -> None:
+    def interrupt(message: str) -> None:
+        if moment in message:
+            assert any(path.name.endswith(".partial") for path in tmp_path.iterdir())
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    for old in (False, True):
+        if old:
+            out.mkdir()
+            (out / "leadout.json").write_text("an older bundle")
+        with pytest.raises(KeyboardInterrupt):
+            export_pair(save(), None, out, progress=interrupt)
+        assert [path.name for path in tmp_path.rglob("*")] == (["out", "leadout.json"] if old else [])
+
+
+def test_a_graph_that_is_not_the_model_is_never_written(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(graph: ir.Model, max_context: int) -> None:
+        weight = next(v for k, v in graph.graph.initializers.items() if k.endswith("o_proj.weight"))
+        weight.const_value = ir.tensor(weight.const_value.numpy() * 1.01)
+
+    monkeypatch.setattr(build, "simplify", damage)
+    with pytest.raises(ExportError, match="LlamaForCausalLM, simplify: logits differ from transformers by"):
+        export_pair(save(), None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_bundle_says_what_the_checkpoints_said(mixed: Path) -> None:
+    bundle = Bundle.read(mixed)
+    target, draft = (bundle.manifest.models[role] for role in ("target", "draft"))
+    assert bundle.manifest.sampling == {"temperature": 0.6, "top_p": 0.9}
+    assert target.eos_token_ids == (0, 3) and draft.eos_token_ids == (0,)
+    assert (target.precision, draft.precision, target.dtype) == ("int8", "int4", "float32")
+    assert target.max_context == draft.max_context == 96
+    assert target.vocab_size == draft.vocab_size == 512
+    assert "576" in draft.note and not target.note
+    assert set(target.parity) == {"capture", "simplify", "pack", "int8", "gqa", "nonpad"}
+    assert max(target.parity[step] for step in ("capture", "simplify", "pack")) <= 1e-4 < target.parity["int8"]
+    assert {"tokenizer.json", "generation_config.json"} <= set(bundle.manifest.files)
+    assert not (mixed / "stale").exists()
+    assert str(mixed.parent) not in (mixed / "leadout.json").read_text()
+
+
+def test_variants_share_one_blob_and_nothing_else_is_left(tiny_bundle: Path) -> None:
+    for role in ("target", "draft"):
+        entry, folder = Bundle.read(tiny_bundle).manifest.models[role], tiny_bundle / role
+        graphs = {file.file for file in entry.variants.values()}
+        assert len(graphs) == 3
+        assert {path.name for path in folder.iterdir()} == graphs | {"model.onnx.data", "golden.npz"}
+        for name in graphs:
+            assert (folder / name).stat().st_size < 50_000
+            stored = [v.const_value for v in ir.load(folder / name).graph.initializers.values()]
+            assert {str(t.location) for t in stored if isinstance(t, ir.ExternalTensor)} == {"model.onnx.data"}
+
+
+def blob_bytes(bundle: Path, role: str) -> int:
+    return (bundle / role / "model.onnx.data").stat().st_size
+
+
+def test_tied_embeddings_are_stored_once(mixed: Path, save: Save, tmp_path: Path) -> None:
+    half = export_pair(save(), None, tmp_path / "half", precision="fp16")
+    parameters = Bundle.read(half).manifest.models["target"].parameters
+    table = 512 * 64  # a second copy of it would be as much again as all that is allowed below
+    assert Bundle.read(half).manifest.models["target"].dtype == "float16"
+    assert 2 * parameters <= blob_bytes(half, "target") < 2 * parameters + 2 * table
+    assert parameters <= blob_bytes(mixed, "target") < 1.1 * parameters + table
+    assert parameters / 2 <= blob_bytes(mixed, "draft") < 1.1 * (parameters + 64 * 64) * 5 / 8 + table / 2
+
+
+def test_golden_rows_are_what_transformers_says(tiny_bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_pair[0], attn_implementation="eager")
+    golden = np.load(tiny_bundle / "target" / "golden.npz", allow_pickle=False)
+    tokens, lengths, ids, logits = (golden[name] for name in ("tokens", "lengths", "ids", "logits"))
+    assert tokens.dtype == lengths.dtype == np.int64 and ids.dtype == np.int32 and logits.dtype == np.float32
+    assert ids.shape == logits.shape == (*tokens.shape, 64) and lengths.tolist() == [tokens.shape[1]] * len(tokens)
+    with torch.no_grad():
+        whole = model(input_ids=torch.tensor(tokens), use_cache=False).logits.numpy()
+    assert np.abs(np.sort(whole, -1)[..., ::-1][..., :64] - logits).max() < 1e-5
+    assert np.abs(np.take_along_axis(whole, ids.astype(np.int64), -1) - logits).max() < 1e-5
+    assert len({tuple(row) for row in tokens.tolist()}) == len(tokens)
+
+
+def test_padding_of_the_drafts_vocabulary_is_impossible_or_cut(mixed: Path, save: Save, tmp_path: Path) -> None:
+    engine = open_engine(Bundle.read(mixed).model("draft"))
+    assert engine.forward(np.array([[5, 6]]), np.array([0])).shape == (1, 2, 512)
+    engine.close()
+    out = export_pair(save(vocab_size=576), save(), tmp_path / "out")
+    engine = open_engine(Bundle.read(out).model("draft"))
+    logits = engine.forward(np.array([[5, 6]]), np.array([0]))
+    assert logits.shape == (1, 2, 576) and (logits[..., 512:] < -1e4).all() and (logits[..., :512] > -1e4).all()
+    engine.close()
