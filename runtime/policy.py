@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from statistics import median
+from collections import Counter, defaultdict, deque
+from statistics import median_low
 from typing import Protocol
 
 from .settings import MAX_DRAFT_LENGTH
@@ -11,7 +11,8 @@ from .settings import MAX_DRAFT_LENGTH
 _PRIOR_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # rounds' worth of belief in the prior, and in the pooled rate at each position
 _DECAY = 0.95  # per round: about the last 40 rounds count
-_FIRST_LENGTHS = (4, 8, 1, 2, 4, 8)  # the start-up measurement: each still writes text
+_FIRST_LENGTHS = (4, 8, 2, 1)  # the start-up measurement: each twice, and each still writes text
+_SAMPLES = 2
 _FIRST_REST, _LONGEST_REST = 16, 256
 _PROBE_LENGTH = 2
 
@@ -30,15 +31,17 @@ class Policy(Protocol):
 
 class Costs:
     """Measured seconds on this device, shared by all requests: a step of the target by (rows, width), and one step
-    of the draft by rows. The middle of the last few, because first calls at a new shape are slow."""
+    of the draft by rows. The middle of the last few, because first calls at a new shape are slow. What is not known
+    for a number of rows is taken from the nearest number that was measured."""
 
     def __init__(self) -> None:
         self._target: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=7))
         self._draft: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=7))
-        self._started: dict[int, int] = defaultdict(int)
+        self._samples: Counter[int] = Counter()
 
     def record_target(self, rows: int, width: int, seconds: float) -> None:
         self._target[rows, width].append(seconds)
+        self._samples[width] += 1
 
     def record_draft(self, rows: int, steps: int, seconds: float) -> None:
         if steps:
@@ -46,28 +49,30 @@ class Costs:
 
     def target(self, rows: int, width: int) -> float | None:
         """Seconds of a step; between measured widths a straight line, beyond them the nearest. None: no idea yet."""
-        if (rows, width) in self._target:
-            return median(self._target[rows, width])
-        known = sorted(w for r, w in self._target if r == rows)
-        if not known:
+        if not self._target:
             return None
+        rows = min((r for r, _ in self._target), key=lambda r: (abs(r - rows), r))
+        known = [w for r, w in self._target if r == rows]
+        if width in known:
+            return median_low(self._target[rows, width])
         below = max((w for w in known if w < width), default=None)
         above = min((w for w in known if w > width), default=None)
         if below is None or above is None:
             nearest = above if below is None else below
             assert nearest is not None
-            return median(self._target[rows, nearest])
+            return median_low(self._target[rows, nearest])
         share = (width - below) / (above - below)
-        return (1 - share) * median(self._target[rows, below]) + share * median(self._target[rows, above])
+        return (1 - share) * median_low(self._target[rows, below]) + share * median_low(self._target[rows, above])
 
     def draft(self, rows: int) -> float:
-        return median(self._draft[rows]) if self._draft.get(rows) else 0.0
+        """Seconds of one step of the draft; 0 while it was never measured."""
+        if not self._draft:
+            return 0.0
+        return median_low(self._draft[min(self._draft, key=lambda r: (abs(r - rows), r))])
 
-    def next_first_length(self, rows: int) -> int | None:
-        """The next length of the start-up measurement for this number of rows; None when it is done."""
-        done = self._started[rows]
-        self._started[rows] += 1
-        return _FIRST_LENGTHS[done] if done < len(_FIRST_LENGTHS) else None
+    def first_length(self, limit: int) -> int | None:
+        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done."""
+        return next((k for k in _FIRST_LENGTHS if k <= limit and self._samples[k + 1] < _SAMPLES), None)
 
 
 class FixedLength:
@@ -103,8 +108,8 @@ class AutoLength:
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
         if limit == 0:
             return 0
-        if (first := self._costs.next_first_length(rows)) is not None:
-            return min(first, limit)
+        if (first := self._costs.first_length(limit)) is not None:
+            return first
         if self._resting:
             self._resting -= 1
             return min(_PROBE_LENGTH, limit) if self._resting == 0 else 0

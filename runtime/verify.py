@@ -58,9 +58,7 @@ def rejection(
     return Verdict(len(x), draw(p(len(x))), len(x))
 
 
-def block(
-    x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw
-) -> Verdict:
+def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw) -> Verdict:
     """Block verification, Sun et al. 2403.10444, algorithm 2: keeps the longest prefix whose own coin lands.
 
     b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)); h_i = R_i / (R_i + 1 - b_i) with R_i the mass of

@@ -1,0 +1,353 @@
+"""The tests are tested: each of these classic bugs, put into the production source, must be found."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import textwrap
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support_runtime import collect, decode_law, distance, rounded, target_law, toy_pair
+
+from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.errors import LeadoutError
+from leadout.runtime import decoder, drafters, noise, sampling, sequence, steps, verify
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.settings import Settings
+
+PROMPT = [1, 2, 1, 2, 1]
+
+
+def laws_hold(monkeypatch, **options):
+    """The joint law of three tokens of whole runs is the target's."""
+    target = table_law(3, seed=4)
+    pair = target, mixed_law(target, table_law(3, seed=5), 0.8)
+    found = decode_law(pair, 3, 3, monkeypatch, PROMPT, temperature=0.5, draft_length=2, **options)
+    assert distance(found, target_law(rounded(target, PROMPT, power=2.0), 3, 3)) < 1e-12
+
+
+def rejection_holds(monkeypatch):
+    laws_hold(monkeypatch, rule="rejection")
+
+
+def fixed_drafts_hold(monkeypatch):
+    laws_hold(monkeypatch, rule="rejection", draft="ngram")
+
+
+def block_holds(monkeypatch):
+    laws_hold(monkeypatch, rule="block")
+
+
+def texts(requests, eos=(), **change):
+    decoder_ = Decoder(*toy_pair(11))
+    batch = [(prompt, Settings(**(options | change))) for prompt, options in requests]
+    found, last = collect(decoder_.decode(batch, eos_token_ids=eos), len(batch))
+    return found, [last[i].finish_reason for i in range(len(batch))]
+
+
+REQUESTS = [
+    ([1, 2, 3], {"max_new_tokens": 25, "draft_length": 3}),
+    ([4] * 30, {"max_new_tokens": 33, "draft_length": 1}),
+    ([5, 6], {"max_new_tokens": 11, "draft_length": 6, "repetition_penalty": 1.5, "frequency_penalty": 0.4}),
+    ([3, 1, 3], {"max_new_tokens": 30, "draft_length": 4, "min_new_tokens": 14}),
+    ([7, 8, 9, 1], {"max_new_tokens": 30, "draft_length": 5, "temperature": 1.0, "seed": 3, "min_new_tokens": 9}),
+]
+
+
+def drafts_change_nothing(monkeypatch):
+    """Speculative equals plain, ragged batch equals each alone, every text ends where it must."""
+    plain = [texts([request], eos=(0, 3, 7, 9), draft="none") for request in REQUESTS]
+    together = texts(REQUESTS, eos=(0, 3, 7, 9))
+    assert together == ([text for (text,), _ in plain], [reason for _, (reason,) in plain])
+    for text, (_, options) in zip(together[0], REQUESTS, strict=True):
+        assert not {0, 3, 7, 9} & set(text[:-1]) and len(text) <= options["max_new_tokens"]
+        assert not {0, 3, 7, 9} & set(text[: options.get("min_new_tokens", 0)])
+
+
+def acceptance_is_counted_right(monkeypatch):
+    """A draft that is its own target is accepted always; its cache must be as right after full rounds as ever."""
+    target, _ = toy_pair(11)
+    twin, _ = toy_pair(11)
+    settings = Settings(max_new_tokens=40, draft_length=4)
+    _, last = collect(Decoder(target, twin).decode([([1, 2], settings)]), 1)
+    assert last[0].stats.acceptance_rate == 1.0 and last[0].stats.rounds == 8
+
+
+def drafts_are_the_draft_model_s_own(monkeypatch):
+    """Every draft of a ragged batch is what the draft model says after the committed text, whatever came before."""
+    target, draft = toy_pair(11)
+    seen = []
+    forward = target.forward
+
+    def spy(tokens, past_lens, logit_index=None):
+        if logit_index is None or logit_index.shape[1] > 1:
+            seen.extend(
+                (row, past, target._cache[row, :past].copy(), piece) for row, (past, piece) in spied(tokens, past_lens)
+            )
+        return forward(tokens, past_lens, logit_index)
+
+    def spied(tokens, past_lens):
+        return enumerate(zip(past_lens.tolist(), tokens.tolist(), strict=True))
+
+    target.forward = spy
+    lengths = (5, 2, 3)
+    batch = [([1, 2, 3, 4][: 2 + i], Settings(max_new_tokens=30, draft_length=n)) for i, n in enumerate(lengths)]
+    collect(Decoder(target, draft).decode(batch), 3)
+    checked = 0
+    for row, past, before, piece in seen:
+        if past > 24:  # rows leave or shorten their drafts near the end
+            continue
+        context = [*before.tolist(), piece[0]]
+        for token in piece[1 : lengths[row] + 1]:
+            assert token == int(draft.law(np.array(context)).argmax())
+            context.append(token)
+            checked += 1
+    assert checked > 60
+
+
+def noise_is_a_function_of_its_key(monkeypatch):
+    one = noise.Noise(1)
+    first = one.uniforms(5, noise.Purpose.DRAFT, 4)
+    one.uniforms(9, noise.Purpose.DRAFT, 3)
+    assert (one.uniforms(5, noise.Purpose.DRAFT, 4) == first).all()
+    assert not (noise.Noise(2).uniforms(5, noise.Purpose.DRAFT, 4) == first).any()
+
+
+def a_sequence_cuts(monkeypatch):
+    text = sequence.Sequence([9, 9], 2, limit=3, max_context=4, ends=frozenset())
+    assert text.extend([1, 2, 3]) == (2, "context") and text.tokens == [9, 9, 1, 2]
+    text = sequence.Sequence([9], 1, limit=3, max_context=9, ends=frozenset(), stop=lambda new: None)
+    assert text.extend([1]) == (1, None) and text.extend([2, 3, 4]) == (2, "length")
+
+
+def coupled_accepts(monkeypatch):
+    """Draft and target share their noise: a twin draft is always accepted."""
+    target, _ = toy_pair(11)
+    twin, _ = toy_pair(11)
+    settings = Settings(max_new_tokens=40, draft_length=4, temperature=1.0, seed=1)
+    _, last = collect(Decoder(target, twin).decode([([1, 2], settings)]), 1)
+    assert last[0].stats.acceptance_rate == 1.0
+
+
+def an_end_comes_as_soon_as_it_may(monkeypatch):
+    """Where the end token is always the likeliest, a text has min_new_tokens others and then ends."""
+    law = np.array([0.2, 0.5, 0.3])
+    for minimum, length in itertools.product(range(6), (0, 2, 4)):
+        pair = ToyEngine(lambda context: law, 3), ToyEngine(lambda context: law, 3)
+        settings = Settings(min_new_tokens=minimum, draft_length=length)
+        (text,), last = collect(Decoder(*pair).decode([([0], settings)], eos_token_ids=[1]), 1)
+        assert text == [2] * minimum + [1] and last[0].finish_reason == "stop"
+
+
+CHECKS = [
+    an_end_comes_as_soon_as_it_may,
+    noise_is_a_function_of_its_key,
+    a_sequence_cuts,
+    acceptance_is_counted_right,
+    coupled_accepts,
+    drafts_are_the_draft_model_s_own,
+    drafts_change_nothing,
+    fixed_drafts_hold,
+    rejection_holds,
+    block_holds,
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in the source of ``owner.name``; at least one check must fail."""
+
+    bug: str
+    owner: object
+    name: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "p and q swapped",
+        verify,
+        "rejection",
+        "uniforms[i] * q[i][drafted] < row[drafted]",
+        "uniforms[i] * row[drafted] < q[i][drafted]",
+    ),
+    Mutant(
+        "accept when p is at least half of q",
+        verify,
+        "rejection",
+        "uniforms[i] * q[i][drafted] < row[drafted]",
+        "q[i][drafted] <= 2 * row[drafted]",
+    ),
+    Mutant(
+        "threshold instead of a coin",
+        verify,
+        "rejection",
+        "uniforms[i] * q[i][drafted] < row[drafted]",
+        "q[i][drafted] <= row[drafted]",
+    ),
+    Mutant(
+        "resample from the target",
+        verify,
+        "rejection",
+        "draw(residual(row, q[i]))",
+        "draw(row)",
+    ),
+    Mutant("abs() residual", verify, "excess", "np.maximum(weight * p - q, 0.0)", "np.abs(weight * p - q)"),
+    Mutant("residual of the wrong way round", verify, "excess", "weight * p - q", "q - weight * p"),
+    Mutant(
+        "residual from the next row",
+        verify,
+        "rejection",
+        "draw(residual(row, q[i]))",
+        "draw(residual(p(i + 1), q[i]))",
+    ),
+    Mutant("bonus from the last draft's row", verify, "rejection", "draw(p(len(x)))", "draw(p(max(len(x) - 1, 0)))"),
+    Mutant(
+        "bonus from a residual",
+        verify,
+        "rejection",
+        "draw(p(len(x)))",
+        "draw(residual(p(len(x)), q[-1]) if q else p(len(x)))",
+    ),
+    Mutant("one-hot residual keeps the rejected token", verify, "without", "rest[token] = 0.0", "rest[token] *= 1.0"),
+    Mutant("block: weights not clipped", verify, "block", "min(1.0, weight *", "(weight *"),
+    Mutant("block: residual not weighted", verify, "block", "excess(row, q[i], weight)", "excess(row, q[i])"),
+    Mutant("block: threshold of the last", verify, "block", "if i < len(x) else weight)", "if i < len(x) else 1.0)"),
+    Mutant("block: first failure stops", verify, "block", "accepted, law = i,", "accepted, law = min(i, 1),"),
+    Mutant("q not as sampled", sampling.Sampler, "propose", "), q", "), (q**2) / (q**2).sum()"),
+    Mutant(
+        "q of the logits without the chain",
+        drafters.ModelDrafter,
+        "_choose",
+        "draft.q = [*(draft.q or []), q]",
+        "draft.q = [*(draft.q or []), np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum()]",
+    ),
+    Mutant(
+        "an unlikely last draft is dropped",
+        decoder.Decoder,
+        "_forward",
+        "pieces = [",
+        "[(d.tokens.pop(), d.q.pop()) for d in drafts if d.q and d.q[-1][d.tokens[-1]] < 0.3]\n    pieces = [",
+    ),
+    Mutant("coins used again for the final draw", decoder, "judge", "Purpose.FINAL", "Purpose.ACCEPT"),
+    Mutant("draft's noise used again for the coins", decoder, "judge", "Purpose.ACCEPT", "Purpose.DRAFT"),
+    Mutant(
+        "noise keyed by token position, not by round (block looks ahead)",
+        decoder,
+        "judge",
+        "sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))",
+        "[sampler.noise.uniforms(start + i, Purpose.ACCEPT, 1)[0] for i in range(len(x))]",
+    ),
+    Mutant(
+        "match: one too many kept",
+        verify,
+        "match",
+        "return Verdict(i, chosen, i + 1)",
+        "return Verdict(i + 1, chosen, i + 1)",
+    ),
+    Mutant("match: drafts compared with the next row", verify, "match", "choose(i)", "choose(i + 1)"),
+    Mutant(
+        "the target's cache is not rolled back",
+        sequence.Sequence,
+        "cached",
+        "len(self.tokens) - 1",
+        "len(self.tokens)",
+    ),
+    Mutant(
+        "the draft's cache is not rolled back",
+        drafters.ModelDrafter,
+        "observe",
+        "min(self._valid[place], self._base[place] + accepted)",
+        "self._valid[place]",
+    ),
+    Mutant(
+        "the draft's cache counts a token that was never fed",
+        drafters.ModelDrafter,
+        "observe",
+        "min(self._valid[place], self._base[place] + accepted)",
+        "self._base[place] + accepted",
+    ),
+    Mutant("penalties do not see the draft", sampling.Chain, "_penalised", "seen[list(drafted)] = True", "pass"),
+    Mutant(
+        "min_new_tokens does not count the draft",
+        sampling.Chain,
+        "_penalised",
+        "self.generated + len(drafted) <",
+        "self.generated <",
+    ),
+    Mutant(
+        "min_new_tokens off by one",
+        sampling.Chain,
+        "_penalised",
+        "len(drafted) < settings.min_new_tokens",
+        "len(drafted) < settings.min_new_tokens - 1",
+    ),
+    Mutant(
+        "a padding position is read",
+        steps.Stepper,
+        "last_logits",
+        "max(len(piece) - 1, 0)",
+        "longest - 1",
+    ),
+    Mutant("end tokens inside a round are ignored", sequence.Sequence, "extend", "kept[: end + 1], ", "kept, "),
+    Mutant("max_new_tokens is not cut", sequence.Sequence, "extend", "new[: self.room]", "new"),
+    Mutant(
+        "Gumbel noise by step, not by position",
+        sampling.Sampler,
+        "propose",
+        "start + len(drafted)",
+        "start",
+    ),
+    Mutant(
+        "Gumbel noise by round, not by position",
+        decoder,
+        "judge",
+        "x[:i], start + i",
+        "x[:i], start",
+    ),
+    Mutant("a finished row's place is not refilled", decoder.Decoder, "_retire", "live[place] = last", "pass"),
+    Mutant(
+        "a moved row leaves its cache behind",
+        decoder.Decoder,
+        "_retire",
+        "self._target.engine.copy_row(len(live), place)",
+        "pass",
+    ),
+    Mutant(
+        "noise depends on what was asked before",
+        noise.Noise,
+        "uniforms",
+        "self._philox.state = self._state",
+        "pass",
+    ),
+]
+
+
+def mutate(monkeypatch, mutant):
+    original = vars(mutant.owner)[mutant.name]
+    function = original.fget if isinstance(original, property) else original
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(mutant.old) >= 1, f"the production source has changed: {mutant.old!r} is not in it"
+    changed = compile("from __future__ import annotations\n" + source.replace(mutant.old, mutant.new), "mutant", "exec")
+    scope: dict = {}
+    exec(changed, inspect.getmodule(function).__dict__, scope)
+    monkeypatch.setattr(mutant.owner, mutant.name, scope[mutant.name])
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_healthy_code_passes(check, monkeypatch):
+    check(monkeypatch)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutate(monkeypatch, mutant)
+    for check in CHECKS:
+        try:
+            check(monkeypatch)
+        except (AssertionError, LeadoutError, LookupError):
+            return
+    pytest.fail(f"nothing noticed: {mutant.bug}")
