@@ -11,7 +11,7 @@ from ..errors import EngineError
 
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_ERROR_ONLY = 3  # onnxruntime writes to stderr from C++; warnings about a working session are not for our users
+_FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
 
 def installed() -> dict[str, str]:
@@ -56,7 +56,7 @@ def open_session(path: Path, *, provider: str, threads: int) -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = _ERROR_ONLY
+    options.log_severity_level = _FATAL_ONLY
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
         session = ort.InferenceSession(str(path), options, providers=[wanted])

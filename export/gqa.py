@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from .rewrite import CONTRIB, constant, dims, evaluate, made_by, node, sources, swap, sweep
+from .rewrite import CONTRIB, Array, constant, dims, evaluate, made_by, node, sources, swap, sweep
 
 _PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
+_ROTARY_MULTIPLE = 8  # GroupQueryAttention takes tables of such widths only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,28 +96,30 @@ def _layers(model: ir.Model) -> list[_Layer]:
         if key is None or value is None:
             continue
         if id(mask) not in windows:
-            windows[id(mask)] = _window(model, mask, str(key.inputs[0].name), dims(key.inputs[0]))
+            windows[id(mask)] = _window(model, mask)
         known, window = windows[id(mask)]
         if known:
             found.append(_Layer(n, key, value, window))
     return found
 
 
-def _window(model: ir.Model, mask: ir.Value, past: str, shape: tuple[object, ...]) -> tuple[bool, int | None]:
+def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     """Recognise a mask by what it computes, not by how: (True, None) causal, (True, w) causal and of the last w."""
-    if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", past} or len(shape) != 4:
+    caches = [v for v in model.graph.inputs if str(v.name).startswith("past_key_values.")]
+    if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", *(v.name for v in caches)}:
         return False, None
-    slot, heads, head_dim = np.arange(_PROBED_SLOTS), int(str(shape[1])), int(str(shape[3]))
+    slot, empty = np.arange(_PROBED_SLOTS), {}
+    for v in caches:  # read for their number of slots only, so caches without rows will do
+        _, heads, _, width = dims(v)
+        empty[str(v.name)] = np.zeros((0, heads, _PROBED_SLOTS, width), v.dtype.numpy())
 
-    def seen(queries: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def seen(queries: list[int]) -> Array:
         feeds = {
             "position_ids": np.array([queries], np.int64),
             "past_lens": np.array([queries[0]], np.int64),
             "input_ids": np.zeros((1, len(queries)), np.int64),
-            past: np.zeros((0, heads, _PROBED_SLOTS, head_dim), np.float32),  # read for its shape only
         }
-        (rows,) = evaluate(model, [mask], feeds)
-        return rows[0, 0]
+        return np.asarray(evaluate(model, [mask], feeds | empty)[0][0, 0])
 
     width = int(seen([_PROBED_SLOTS - 1])[0].sum())
     queries = sorted({0, 1, width // 2, width - 1, width, width + 1, _PROBED_SLOTS // 2} & set(range(_PROBED_SLOTS)))
@@ -165,6 +168,8 @@ def _strip_rotary(query: ir.Value, key: ir.Value) -> tuple[ir.Value, ir.Value, i
     """Queries and keys before rotation, and the rotation, if both are rotated alike by tables and position_ids."""
     q, k = made_by(query, "RotaryEmbedding"), made_by(key, "RotaryEmbedding")
     if q is None or k is None or len(q.inputs) != 4 or list(q.inputs[1:]) != list(k.inputs[1:]):
+        return query, key, None
+    if dims(q.inputs[1])[-1] % _ROTARY_MULTIPLE:
         return query, key, None
     if {n: a.value for n, a in q.attributes.items()} != {n: a.value for n, a in k.attributes.items()}:
         return query, key, None

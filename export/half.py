@@ -1,0 +1,52 @@
+"""How a graph becomes half precision: everything that carries activations; angles, masks and logits stay as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from .rewrite import array_of, constant, node, sources
+
+_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+def to_half(model: ir.Model) -> None:
+    """fp32 -> fp16 in place: weights, activations, cache. What follows from positions alone (cos and sin that are no
+    tables) is computed in fp32 and rounded where it meets the rest; logits are handed out in fp32."""
+    inner = {id(n) for n in model.graph if _carries_activations(n)}
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        if value.is_graph_input() and value.dtype == _FLOAT:
+            value.dtype = _HALF
+    for n in [n for n in model.graph if id(n) in inner]:
+        _convert_inputs(model, n, inner)
+        if n.op_type == "Cast" and n.attributes["to"].as_int() == int(_FLOAT):
+            n.attributes["to"] = ir.AttrInt64("to", int(_HALF))
+        for output in n.outputs:
+            output.dtype = _HALF if output.dtype == _FLOAT else output.dtype
+    logits = model.graph.outputs[0]
+    last = logits.producer()
+    if last is not None and logits.dtype == _HALF:
+        cast = ir.node("Cast", [logits], attributes={"to": int(_FLOAT)})
+        model.graph.insert_after(last, cast)
+        logits.name, cast.outputs[0].name = f"{logits.name}.half", logits.name
+        cast.outputs[0].shape, cast.outputs[0].dtype = logits.shape, _FLOAT
+        model.graph.outputs[0] = cast.outputs[0]
+
+
+def _carries_activations(n: ir.Node) -> bool:
+    """Whether a node computes with weights or a cache, and not with positions and lengths alone."""
+    floats = [v for v in n.outputs if v.dtype in (_FLOAT, None)]
+    return bool(floats) and not sources(n.outputs) <= {"position_ids", "past_lens", "logit_index"}
+
+
+def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int]) -> None:
+    for index, value in enumerate(n.inputs):
+        if value is None or value.dtype != _FLOAT:
+            continue
+        array = array_of(value)
+        if array is not None:
+            half = np.clip(array, -_LARGEST, _LARGEST).astype(np.float16)
+            n.replace_input_with(index, constant(model, f"{value.name}.half", half))
+        elif value.producer() is not None and id(value.producer()) not in inner:
+            n.replace_input_with(index, node(model, n, "Cast", [value], to=int(_HALF)))

@@ -1,0 +1,176 @@
+"""In what numbers weights are stored and multiplied: int8 per row and channel, int4 in blocks of 32, or fp16.
+
+A row of the result must depend on that row alone, whatever stands beside it: speculation is lossless only then. That
+rules out per-tensor dynamic quantisation; it holds for all forms here (from two rows on, bit for bit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import ExportError
+from .half import to_half
+from .rewrite import CONTRIB, Array, array_of, constant, dims, made_by, node, swap, sweep
+
+_FEWEST_COLUMNS = 32  # narrower products (a router's scores) decide much and cost little
+_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """A product with a constant. ``rows`` [N,K] holds the weights by output channel; ``table`` is set if an embedding
+    is looked up in the same initializer (a tied head: the product reads its Transpose)."""
+
+    product: ir.Node
+    weight: ir.Value
+    rows: Array
+    tied: bool
+
+
+def quantize(model: ir.Model, precision: str) -> None:
+    """Rewrite a canonical graph in place: ``int8``, ``int4`` or ``fp16``. The LM head and the embedding are included;
+    a tied table is stored once.
+
+    int8: activations to u8 by the largest magnitude of their row, weights to s8 by that of their output channel,
+    MatMulInteger, standard operators only. On an x86 without VNNI onnxruntime adds pairs of u8 x s8 products in 16
+    saturating bits, which this does not guard against (``leadout check`` sees it). int4: MatMulNBits with activations in
+    int8 (accuracy level 4). fp16: weights, activations and cache; logits stay fp32.
+    Raises ExportError for another name.
+    """
+    if precision == "fp16":
+        to_half(model)
+    elif precision in ("int8", "int4"):
+        _linears_to(model, _int8 if precision == "int8" else _int4)
+        _embeddings_to_int8(model)
+    else:
+        raise ExportError(f"precision '{precision}' is unknown (one of: fp32, fp16, int8, int4)")
+    sweep(model)
+
+
+def rows_to_int8(rows: Array) -> tuple[Array, Array]:
+    """[N,K] float -> s8 [N,K] and fp32 scales [N]: the largest magnitude of a row becomes 127."""
+    scale = np.maximum(np.abs(rows).max(axis=1), 1e-12).astype(np.float32) / np.float32(127)
+    return np.rint(rows / scale[:, None]).astype(np.int8), scale
+
+
+def rows_to_int4(rows: Array) -> tuple[Array, Array]:
+    """[N,K] float -> u8 [N, K/32, 16] (two values a byte, zero is 8) and fp32 scales [N, K/32].
+
+    The extreme of a block, with its sign, becomes -8: one level more than scaling by magnitude would use.
+    """
+    count, width = rows.shape
+    blocks = np.pad(rows.astype(np.float32), ((0, 0), (0, -width % _BLOCK))).reshape(count, -1, _BLOCK)
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
+    scale = extreme / np.float32(-8)
+    levels = np.clip(np.rint(blocks / np.where(scale == 0, 1, scale)), -8, 7).astype(np.int8) + 8
+    packed = (levels[..., 0::2] | (levels[..., 1::2] << 4)).astype(np.uint8)
+    return packed, np.ascontiguousarray(scale[..., 0])
+
+
+def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value]) -> None:
+    for n in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
+        linear = _linear(n)
+        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS:
+            continue
+        result = rewrite(model, linear)
+        if n.op_type == "Gemm" and len(n.inputs) == 3:
+            result = node(model, n, "Add", [result, n.inputs[2]], like=n.outputs[0])
+        swap(n.outputs[0], result)
+        model.graph.remove(n, safe=True)
+
+
+def _linear(n: ir.Node) -> _Linear | None:
+    transpose = made_by(n.inputs[1], "Transpose")
+    weight = n.inputs[1] if transpose is None else transpose.inputs[0]
+    array = array_of(weight)
+    if array is None or array.ndim != 2 or array.dtype != np.float32:
+        return None
+    plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
+    if n.op_type == "Gemm" and any(a.value != plain[name] for name, a in n.attributes.items()):
+        return None
+    tied = any(user.op_type == "Gather" for user in weight.consumers())
+    return _Linear(n, weight, array if transpose is not None else array.T, tied)
+
+
+def _int8(model: ir.Model, linear: _Linear) -> ir.Value:
+    before, name = linear.product, str(linear.weight.name)
+    levels, scale = _quantized_input(model, before, before.inputs[0])
+    rows, channel_scale = rows_to_int8(linear.rows)
+    if linear.tied:
+        table = constant(model, f"{name}.s8", rows)
+        weight = node(model, before, "Transpose", [table], perm=[1, 0])
+    else:
+        weight = constant(model, f"{name}.s8", np.ascontiguousarray(rows.T))
+    zero = constant(model, "int8.zero", np.array(128, np.uint8))
+    product = node(model, before, "MatMulInteger", [levels, weight, zero])
+    real = node(model, before, "Cast", [product], to=int(ir.DataType.FLOAT))
+    scaled = node(model, before, "Mul", [real, constant(model, f"{name}.scale", channel_scale)])
+    result: ir.Value = node(model, before, "Mul", [scaled, scale], like=before.outputs[0])
+    return result
+
+
+def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """``value`` [..., K] in u8 around 128, and its scale [..., 1]; all products that read ``value`` share the two."""
+    for user in value.consumers():
+        if user.op_type == "Div" and (levels := _levels_of(user)) is not None:
+            return levels, user.inputs[1]
+    last = constant(model, "int8.last_axis", np.array([-1], np.int64))
+    peak = node(model, before, "ReduceMax", [node(model, before, "Abs", [value]), last], keepdims=1)
+    peak = node(model, before, "Max", [peak, constant(model, "int8.tiny", np.array(1e-8, np.float32))])
+    scale = node(model, before, "Mul", [peak, constant(model, "int8.step", np.array(1 / 127, np.float32))])
+    level = node(model, before, "Round", [node(model, before, "Div", [value, scale])])
+    level = node(model, before, "Add", [level, constant(model, "int8.middle", np.array(128, np.float32))])
+    return node(model, before, "Cast", [level], to=int(ir.DataType.UINT8)), scale
+
+
+def _levels_of(division: ir.Node) -> ir.Value | None:
+    for op in ("Round", "Add", "Cast"):
+        users = [u for u in division.outputs[0].consumers() if u.op_type == op]
+        if not users:
+            return None
+        division = users[0]
+    return division.outputs[0]
+
+
+def _int4(model: ir.Model, linear: _Linear) -> ir.Value:
+    before, name = linear.product, str(linear.weight.name)
+    packed, scale = rows_to_int4(linear.rows)
+    table, scales = constant(model, f"{name}.u4", packed), constant(model, f"{name}.scale", scale)
+    count, width = linear.rows.shape
+    sizes = {"N": count, "K": width, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
+    inputs = [before.inputs[0], table, scales]
+    result: ir.Value = node(model, before, "MatMulNBits", inputs, domain=CONTRIB, like=before.outputs[0], **sizes)
+    if linear.tied and width % _BLOCK == 0:
+        for lookup in [u for u in linear.weight.consumers() if u.op_type == "Gather"]:
+            _lookup_int4(model, lookup, table, scales)
+    return result
+
+
+def _lookup_int4(model: ir.Model, lookup: ir.Node, table: ir.Value, scales: ir.Value) -> None:
+    shape = constant(model, f"{table.name}.rows", np.array([dims(table)[0], -1], np.int64))
+    flat = node(model, lookup, "Reshape", [table, shape])
+    inputs = [flat, lookup.inputs[1], scales]
+    layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": _BLOCK, "bits": 4}
+    found = node(model, lookup, "GatherBlockQuantized", inputs, domain=CONTRIB, like=lookup.outputs[0], **layout)
+    swap(lookup.outputs[0], found)
+    model.graph.remove(lookup, safe=True)
+
+
+def _embeddings_to_int8(model: ir.Model) -> None:
+    """Tables looked up by token: s8 rows, each with its scale; a tied int8 head has made the same table already."""
+    for lookup in [n for n in model.graph if n.op_type == "Gather" and n.inputs[1].name == "input_ids"]:
+        table = array_of(lookup.inputs[0])
+        if table is None or table.ndim != 2 or table.dtype != np.float32:
+            continue
+        rows, scale = rows_to_int8(table)
+        name = lookup.inputs[0].name
+        levels = node(model, lookup, "Gather", [constant(model, f"{name}.s8", rows), lookup.inputs[1]], axis=0)
+        scales = constant(model, f"{name}.row_scale", scale[:, None])
+        scales = node(model, lookup, "Gather", [scales, lookup.inputs[1]], axis=0)
+        real = node(model, lookup, "Cast", [levels], to=int(ir.DataType.FLOAT))
+        swap(lookup.outputs[0], node(model, lookup, "Mul", [real, scales], like=lookup.outputs[0]))
+        model.graph.remove(lookup, safe=True)
