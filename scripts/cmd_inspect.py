@@ -50,7 +50,7 @@ def describe(model: ModelEntry) -> dict[str, str]:
     return {
         "architecture": model.architecture,
         "parameters": f"{model.parameters / 1e6:.1f} M",
-        "precision": f"{model.precision} ({model.dtype} outside the weights)",
+        "precision": f"{model.precision}, cache {model.dtype}",
         "graph": f"{model.dialect}: {', '.join(model.variants)}",
         "vocabulary": str(model.vocab_size),
         "context": str(model.max_context),

@@ -127,6 +127,8 @@ def read_prompts(path: str) -> list[dict[str, Any]]:
             raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
             raise UsageError(f'{path}, line {number}: expected an object like {{"prompt": "text"}}')
+        if isinstance(biases := row.get("logit_bias"), dict):
+            row["logit_bias"] = dict(bias(f"{token_id}={amount}") for token_id, amount in biases.items())
         found.append({name: value for name, value in row.items() if name not in LABELS})
     if not found:
         raise UsageError(f"{path}: no prompts in it")

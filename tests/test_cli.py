@@ -1,0 +1,190 @@
+"""The command line: the same answers as the Python face, results alone on stdout, one line and a code for errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import leadout
+from leadout.runtime.settings import Settings
+from leadout.scripts.cli import COMMANDS, main
+from leadout.scripts.options import given
+
+KEYS = {"text", "token_ids", "finish_reason", "lossless", "rule", "seed", "stats"}
+STATS = {
+    "rounds",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "accepted_per_position",
+    "tokens_per_round",
+    "tokens_per_second",
+    "seconds",
+}
+PROMPT = "def f(x):\n"
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def command(name: str) -> click.Command:
+    found: click.Command = importlib.import_module(f"leadout.scripts.cmd_{name}").command
+    return found
+
+
+def test_version_is_the_project_s(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert run("--version").output == f"leadout, version {project['version']}\n"
+    assert leadout.__version__ == project["version"]
+
+
+def test_help_lists_every_command_with_a_sentence() -> None:
+    output = run("--help").output
+    for name in COMMANDS:
+        assert f"\n  {name}" in output
+        assert command(name).get_short_help_str()
+        assert run(name, "--help").exit_code == 0
+
+
+def test_a_mistyped_command_names_the_nearest() -> None:
+    result = run("generat", "x")
+    assert result.exit_code == 2 and "did you mean 'generate'?" in result.stderr
+
+
+def test_every_setting_is_an_option_and_every_option_is_documented() -> None:
+    flags = {option.name: option for option in command("generate").params}
+    names = {field.name for field in dataclasses.fields(Settings)} - {"stop_token_ids"} | {"stop_token_id"}
+    assert names <= set(flags)
+    for option in flags.values():
+        if isinstance(option, click.Option):
+            assert option.help, option.name
+    parsed = command("generate").make_context("generate", ["bundle"]).params
+    assert given({name: parsed[name] for name in names}) == {}, "what is not given is left to the bundle"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [(), ("--temperature", "1", "--seed", "7")])
+def test_json_has_exactly_the_promised_keys_and_the_api_s_answer(tiny_bundle: Path, settings: tuple[str, ...]) -> None:
+    result = run("generate", tiny_bundle, "-p", PROMPT, "--max-new-tokens", 16, "--json", *settings)
+    assert result.exit_code == 0 and result.stderr == ""
+    row = json.loads(result.stdout)
+    assert set(row) == KEYS and set(row["stats"]) == STATS
+    given: dict[str, Any] = {"temperature": 1.0, "seed": 7} if settings else {}
+    with leadout.load(tiny_bundle) as pair:
+        expected = pair.generate(PROMPT, max_new_tokens=16, **given)
+    assert (row["text"], row["token_ids"], row["rule"]) == (expected.text, expected.token_ids, expected.rule)
+    assert row["seed"] == (7 if settings else None)
+
+
+@pytest.mark.slow
+def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny_bundle: Path) -> None:
+    result = run("generate", tiny_bundle, "-p", PROMPT, "--max-new-tokens", 16)
+    with leadout.load(tiny_bundle) as pair:
+        assert result.stdout == pair.generate(PROMPT, max_new_tokens=16).text + "\n"
+    assert "16 tokens in" in result.stderr and result.stderr.count("\n") == 1
+    assert "\x1b[" not in result.stdout, "no colours where nobody looks"
+
+
+@pytest.mark.slow
+def test_a_batch_file_sets_each_row_s_settings(tiny_bundle: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": PROMPT, "max_new_tokens": 5, "kind": "a label"},
+        {"prompt": "import", "temperature": 1.0, "seed": 3, "stop_token_ids": [7], "logit_bias": {"5": -3.5}},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    result = run("generate", tiny_bundle, "--batch-file", path, "--json", "--max-new-tokens", 9, "--ignore-eos")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["rule"] for row in found] == ["greedy", "coupled"]
+    assert len(found[0]["token_ids"]) == 5
+    assert len(found[1]["token_ids"]) == 9 or found[1]["token_ids"][-1] == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--batch-size", "2"), ("--temperature", "1"), ("--draft", "ngram")])
+def test_bench_reports_every_promised_figure(tiny_bundle: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("x = 1", PROMPT)), encoding="utf-8")
+    result = run("bench", tiny_bundle, "--prompts", path, "--max-new-tokens", 12, "--json", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["plain"]["tokens_per_second"] > 0 and report["speculative"]["tokens_per_second"] > 0
+    ratio = report["speculative"]["tokens_per_second"] / report["plain"]["tokens_per_second"]
+    assert report["speedup"] == pytest.approx(ratio)
+    assert report["predicted_speedup"] > 0 and 0 < report["host_share"] < 1
+    assert 0 <= report["acceptance_rate"] <= 1 and report["tokens_per_round"] >= 1
+    assert report["identical_outputs"] is (None if "--temperature" in options else True)
+    assert all(divergence["near_tie"] for divergence in report["plain_divergences"] or ())
+    assert {"processor", "cores"} <= set(report["hardware"]) and "onnxruntime" in report["versions"]
+    assert ("batch_gain" in report) == ("--batch-size" in options)
+    assert result.stderr == ""
+
+
+@pytest.mark.slow
+def test_bench_for_people_shows_the_speedup(tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x = 1"}', encoding="utf-8")
+    output = run("bench", tiny_bundle, "--prompts", path, "--max-new-tokens", 8, "--batch-size", 2).stdout
+    assert {"plain decode", "speculative", "speedup", "same tokens", "one at a time"} <= {
+        line[:16].strip() for line in output.splitlines()
+    }
+
+
+@pytest.mark.slow
+def test_inspect_shows_the_manifest(tiny_bundle: Path) -> None:
+    assert json.loads(run("inspect", tiny_bundle, "--json").stdout)["models"]["target"]["vocab_size"] == 512
+    output = run("inspect", tiny_bundle).stdout
+    assert "LlamaForCausalLM" in output and "gqa" in output and "parity" in output
+
+
+def test_doctor_names_versions_and_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = json.loads(run("doctor", "--json").stdout)
+    assert healthy["conflicts"] == [] and "CPUExecutionProvider" in healthy["providers"]
+    assert run("doctor").exit_code == 0
+    providers = importlib.import_module("leadout.engines.providers")
+    both = {"onnxruntime": "1", "onnxruntime-gpu": "1"}
+    for installed, message in ((both, "pip uninstall"), ({}, "pip install 'leadout[cpu]'")):
+        monkeypatch.setattr(providers, "installed", lambda installed=installed: installed)
+        if not installed:
+            monkeypatch.setitem(sys.modules, "onnxruntime", None)
+        result = run("doctor")
+        assert result.exit_code == 5 and message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("-o", "x"), "one target"),
+        (("a", "--from-onnx", "b", "-o", "x"), "one target"),
+        (("a", "--draft-from-onnx", "b", "-o", "x"), "--draft-from-onnx goes with --from-onnx"),
+        (("--from-onnx", "b", "--precision", "int8", "-o", "x"), "takes only"),
+    ],
+)
+def test_export_refuses_options_that_do_not_go_together(args: tuple[str, ...], message: str) -> None:
+    result = run("export", *args)
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_export_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def without_torch(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.endswith("build"):
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    result = run("export", "a", "-o", tmp_path / "x")
+    assert result.exit_code == 4 and "pip install 'leadout[export]'" in result.stderr
