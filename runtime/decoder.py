@@ -21,7 +21,7 @@ from .policy import AutoLength, Costs, FixedLength, Policy
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import Rule, Settings
-from .stats import PHASES, Stats
+from .stats import Clock, Stats
 from .steps import Stepper
 
 
@@ -201,34 +201,6 @@ class Decoder:
                     live[place] = last
         clock.charge([row.stats for row in rows])
         return live
-
-
-class Clock:
-    """Seconds by phase of the round in progress, to be shared by the rows it serves."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._spent = dict.fromkeys(PHASES, 0.0)
-        self._last = perf_counter()
-
-    def lap(self, phase: str) -> float:
-        """Charge the time since the last lap to ``phase``; return it."""
-        now = perf_counter()
-        seconds, self._last = now - self._last, now
-        self._spent[phase] += seconds
-        return seconds
-
-    def charge(self, shares: Items[Stats]) -> None:
-        """Give what was spent, in equal parts; the rest of the round is the host's."""
-        self.lap("host")
-        for stats in shares:
-            for phase, seconds in self._spent.items():
-                stats.seconds[phase] += seconds / len(shares)
-        self._spent = dict.fromkeys(PHASES, 0.0)
-
-    def resume(self) -> None:
-        """Forget the time the caller spent between rounds."""
-        self._last = perf_counter()
 
 
 def judge(row: Row, draft: Draft, logits: NDArray[np.float32]) -> verify.Verdict:

@@ -155,8 +155,8 @@ class NgramDrafter:
         self._indexed[place] = len(tokens) - 1
         for n in range(min(self.LONGEST, len(tokens)), 0, -1):
             if (source := after.get(tuple(tokens[-n:]))) is not None:
-                text = tokens[source:]
+                text = tokens[source : source + length]
                 while len(text) < length:
                     text += text[: length - len(text)]
-                return text[:length]
+                return text
         return []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from statistics import median_low
 from typing import Protocol
+
+import numpy as np
 
 from .settings import MAX_DRAFT_LENGTH
 
@@ -15,6 +16,8 @@ _FIRST_LENGTHS = (4, 8, 2, 1)  # the start-up measurement: each twice, and each 
 _SAMPLES = 2
 _FIRST_REST, _LONGEST_REST = 16, 256
 _PROBE_LENGTH = 2
+_WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
+_DRAFT = 0  # stands for the draft among the widths
 
 
 class Policy(Protocol):
@@ -30,49 +33,45 @@ class Policy(Protocol):
 
 
 class Costs:
-    """Measured seconds on this device, shared by all requests: a step of the target by (rows, width), and one step
+    """Measured seconds on this device, shared by all requests: a step of the target by rows and width, and one step
     of the draft by rows. The middle of the last few, because first calls at a new shape are slow. What is not known
     for a number of rows is taken from the nearest number that was measured."""
 
     def __init__(self) -> None:
-        self._target: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=7))
-        self._draft: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=7))
+        self._recent: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=7))
+        self._target: dict[int, dict[int, float]] = defaultdict(dict)
+        self._draft: dict[int, float] = {}
         self._samples: Counter[int] = Counter()
 
     def record_target(self, rows: int, width: int, seconds: float) -> None:
-        self._target[rows, width].append(seconds)
+        self._target[rows][width] = self._middle(rows, width, seconds)
         self._samples[width] += 1
 
     def record_draft(self, rows: int, steps: int, seconds: float) -> None:
         if steps:
-            self._draft[rows].append(seconds / steps)
+            self._draft[rows] = self._middle(rows, _DRAFT, seconds / steps)
 
-    def target(self, rows: int, width: int) -> float | None:
-        """Seconds of a step; between measured widths a straight line, beyond them the nearest. None: no idea yet."""
+    def target(self, rows: int) -> list[float] | None:
+        """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them the
+        nearest. None while nothing was measured."""
         if not self._target:
             return None
-        rows = min((r for r, _ in self._target), key=lambda r: (abs(r - rows), r))
-        known = [w for r, w in self._target if r == rows]
-        if width in known:
-            return median_low(self._target[rows, width])
-        below = max((w for w in known if w < width), default=None)
-        above = min((w for w in known if w > width), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            assert nearest is not None
-            return median_low(self._target[rows, nearest])
-        share = (width - below) / (above - below)
-        return (1 - share) * median_low(self._target[rows, below]) + share * median_low(self._target[rows, above])
+        known = self._target[min(self._target, key=lambda r: (abs(r - rows), r))]
+        widths = sorted(known)
+        return np.interp(_WIDTHS, widths, [known[width] for width in widths]).tolist()
 
     def draft(self, rows: int) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""
-        if not self._draft:
-            return 0.0
-        return median_low(self._draft[min(self._draft, key=lambda r: (abs(r - rows), r))])
+        return self._draft[min(self._draft, key=lambda r: (abs(r - rows), r))] if self._draft else 0.0
 
     def first_length(self, limit: int) -> int | None:
         """The next draft length of the start-up measurement that ``limit`` allows; None when it is done."""
         return next((k for k in _FIRST_LENGTHS if k <= limit and self._samples[k + 1] < _SAMPLES), None)
+
+    def _middle(self, rows: int, width: int, seconds: float) -> float:
+        recent = self._recent[rows, width]
+        recent.append(seconds)
+        return sorted(recent)[(len(recent) - 1) // 2]
 
 
 class FixedLength:
@@ -113,7 +112,8 @@ class AutoLength:
         if self._resting:
             self._resting -= 1
             return min(_PROBE_LENGTH, limit) if self._resting == 0 else 0
-        best = max(range(limit + 1), key=lambda length: self.speed(length, rows))
+        speeds = self.speeds(rows)[: limit + 1]
+        best = speeds.index(max(speeds))
         if best == 0:
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
         else:
@@ -127,17 +127,23 @@ class AutoLength:
             self._tested[position] = _DECAY * self._tested[position] + (position < tested)
             self._accepted[position] = _DECAY * self._accepted[position] + (position < accepted)
 
-    def acceptance(self, position: int) -> float:
-        """Estimated probability that the draft at ``position`` (0-based) is accepted once it is reached."""
+    def acceptances(self) -> list[float]:
+        """At each position, the estimated probability that a draft is accepted once it is reached: a Beta mean,
+        shrunk to the rate of all positions, which is itself shrunk to 0.7."""
         pooled = (_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE + sum(self._accepted)) / (_PRIOR_WEIGHT + sum(self._tested))
-        return (_PRIOR_WEIGHT * pooled + self._accepted[position]) / (_PRIOR_WEIGHT + self._tested[position])
+        return [
+            (_PRIOR_WEIGHT * pooled + accepted) / (_PRIOR_WEIGHT + tested)
+            for accepted, tested in zip(self._accepted, self._tested, strict=True)
+        ]
 
-    def speed(self, length: int, rows: int) -> float:
-        """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
-        tokens, survival = 1.0, 1.0
-        for position in range(length):
-            survival *= self.acceptance(position)
+    def speeds(self, rows: int) -> list[float]:
+        """Expected tokens per expected second with drafts of 0..16 (tokens a round while nothing is measured)."""
+        steps = self._costs.target(rows)
+        drafting = 0.0 if self._free else self._costs.draft(rows)
+        tokens, survival, speeds = 1.0, 1.0, []
+        for length, acceptance in enumerate([*self.acceptances(), 0.0]):
+            seconds = length * drafting + steps[max(length + 1, self._narrowest)] if steps else 1.0
+            speeds.append(tokens / seconds)
+            survival *= acceptance
             tokens += survival
-        step = self._costs.target(rows, max(length + 1, self._narrowest))
-        drafting = 0.0 if self._free else length * self._costs.draft(rows)
-        return tokens / (drafting + step) if step else tokens
+        return speeds

@@ -143,7 +143,7 @@ class Sampler:
 
 
 def _keep(scores: Probs, edge: float) -> None:
-    scores[scores < edge] = -math.inf
+    np.putmask(scores, scores < edge, -math.inf)
 
 
 def _keep_nucleus(scores: Probs, top_p: float) -> None:
@@ -153,7 +153,7 @@ def _keep_nucleus(scores: Probs, top_p: float) -> None:
     total = float(weights.sum())
     heavy = np.sort(weights[weights >= (1.0 - top_p) * total / scores.size])[::-1]
     reached = int(heavy.cumsum().searchsorted(top_p * total))
-    scores[weights < heavy[min(reached, heavy.size - 1)]] = -math.inf
+    np.putmask(scores, weights < heavy[min(reached, heavy.size - 1)], -math.inf)
 
 
 def draw(law: Probs, uniform: float) -> int:

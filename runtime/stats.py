@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 PHASES = ("prefill", "draft", "target", "verify", "host")
 
@@ -73,3 +75,31 @@ class Stats:
         """Counters and derived figures, JSON-ready."""
         derived = ("acceptance_rate", "tokens_per_round", "tokens_per_second", "decode_tokens_per_second", "host_share")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+class Clock:
+    """Seconds by phase of the round in progress, to be shared by the rows it serves."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._spent = dict.fromkeys(PHASES, 0.0)
+        self._last = perf_counter()
+
+    def lap(self, phase: str) -> float:
+        """Charge the time since the last lap to ``phase``; return it."""
+        now = perf_counter()
+        seconds, self._last = now - self._last, now
+        self._spent[phase] += seconds
+        return seconds
+
+    def charge(self, shares: Sequence[Stats]) -> None:
+        """Give what was spent, in equal parts; the rest of the round is the host's."""
+        self.lap("host")
+        for stats in shares:
+            for phase, seconds in self._spent.items():
+                stats.seconds[phase] += seconds / len(shares)
+        self._spent = dict.fromkeys(PHASES, 0.0)
+
+    def resume(self) -> None:
+        """Forget the time the caller spent between rounds."""
+        self._last = perf_counter()

@@ -69,6 +69,8 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
     accepted, law = 0, residual(row, q[0]) if x else row
     for i, drafted in enumerate(x, start=1):
         weight = min(1.0, weight * row[drafted] / q[i - 1][drafted])
+        if weight == 0.0:
+            break  # and stays 0: no longer prefix can be kept
         row = p(i)
         rest = excess(row, q[i], weight) if i < len(x) else row
         if uniforms[i - 1] < (block_threshold(weight, float(rest.sum())) if i < len(x) else weight):
@@ -97,9 +99,3 @@ def without(p: Probs, token: int) -> Probs:
     rest = p.copy()
     rest[token] = 0.0
     return rest if rest.any() else p
-
-
-def margin(row: NDArray[np.float32]) -> float:
-    """The distance between the two largest logits: how near to a tie a greedy choice was."""
-    second, first = np.partition(row, -2)[-2:]
-    return float(first - second)

@@ -6,14 +6,16 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support_runtime import Branches, Coin, decode_law, distance, law, rounded, target_law
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.runtime import verify
 from leadout.runtime.noise import Noise, Purpose
-from leadout.runtime.sampling import draw
+from leadout.runtime.sampling import Chain, draw
+from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12
 RULES = ("rejection", "block")
@@ -101,7 +103,7 @@ def test_block_accepts_more_than_rejection_and_rejection_accepts_the_overlap():
     assert expected_accepted("rejection", p, q, 3, 1) == pytest.approx(overlap, abs=TIGHT)
 
 
-@settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.0]), min_size=3, max_size=3), min_size=8, max_size=8),
     st.sampled_from(RULES),
@@ -149,6 +151,22 @@ def test_streams_do_not_share_numbers():
     assert len(set(itertools.chain(*streams))) == 8 * len(streams)
     assert tuple(Noise(2).uniforms(0, Purpose.DRAFT, 8)) not in streams
     assert np.array_equal(noise.uniforms(4, Purpose.ACCEPT, 3), Noise(1).uniforms(4, Purpose.ACCEPT, 8)[:3])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_processors_with_a_history_keep_the_law(rule, monkeypatch):
+    """Penalties, bias, top-k, min-p and a ban on end tokens: the law of sampling plainly through the same chain."""
+    laws, prompt = (table_law(4, seed=4), table_law(4, seed=6)), [1, 2, 1]
+    options = {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "top_k": 3, "min_p": 0.02}
+    options |= {"rule": rule, "logit_bias": {2: 0.5}, "min_new_tokens": 2, "stop_token_ids": (3,), "draft_length": 2}
+
+    def row(tokens):
+        chain = Chain(Settings(**options), 4, prompt, {3})
+        chain.extend(tokens)
+        return chain.distribution(np.log(laws[0](np.array([*prompt, *tokens]))).astype(np.float32))
+
+    found = decode_law(laws, 4, 3, monkeypatch, prompt, **options)
+    assert distance(found, target_law(row, 4, 3)) < TIGHT
 
 
 WHOLE_RUNS = [

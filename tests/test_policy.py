@@ -65,11 +65,11 @@ def test_censored_positions_are_not_counted_as_rejected():
     policy = AutoLength(costs(per_draft=0.1))
     for _ in range(200):
         policy.observe(1, 0)  # the first is always refused: nothing is known of the second
-    assert policy.acceptance(0) < 0.05
+    assert policy.acceptances()[0] < 0.05
     lucky = AutoLength(costs(per_draft=0.1))
     for i in range(200):
         lucky.observe(*((4, 4) if i % 2 else (1, 0)))
-    assert lucky.acceptance(0) == pytest.approx(0.5, abs=0.1) and lucky.acceptance(1) > 0.9
+    assert lucky.acceptances()[:2] == pytest.approx([0.5, 0.95], abs=0.1)
 
 
 def test_limits_hold_and_fixed_lengths_are_fixed():
@@ -83,15 +83,16 @@ def test_limits_hold_and_fixed_lengths_are_fixed():
 
 def test_costs_are_middles_and_between_widths_lines():
     table = Costs()
-    assert table.target(1, 4) is None and table.draft(1) == 0.0
+    assert table.target(1) is None and table.draft(1) == 0.0
     for seconds in (9.0, 1.1, 1.0):  # the first call is slow
         table.record_target(1, 2, seconds)
     table.record_target(1, 6, 3.1)
-    assert table.target(1, 2) == 1.1 and table.target(1, 4) == pytest.approx(2.1)
-    assert table.target(1, 1) == 1.1 and table.target(1, 9) == 3.1 and table.target(2, 2) == 1.1
+    curve = table.target(1)
+    assert [curve[width] for width in (1, 2, 4, 6, 9)] == pytest.approx([1.1, 1.1, 2.1, 3.1, 3.1])
+    assert table.target(7) == curve
     table.record_draft(1, 0, 5.0)
     table.record_draft(1, 2, 5.0)
-    assert table.draft(1) == 2.5
+    assert table.draft(1) == table.draft(3) == 2.5
 
 
 def test_the_start_up_measures_each_width_twice():
@@ -105,6 +106,6 @@ def test_the_start_up_measures_each_width_twice():
 
 def test_free_drafts_cost_only_their_verification_and_padding_is_priced():
     table = costs(per_draft=10.0, per_token=0.3)
-    assert AutoLength(table).speed(2, 1) < AutoLength(table, free=True).speed(2, 1)
-    padded = AutoLength(table, narrowest=2)
-    assert padded.speed(0, 1) == pytest.approx(1 / 1.3) and AutoLength(table).speed(0, 1) == pytest.approx(1.0)
+    assert AutoLength(table).speeds(1)[2] < AutoLength(table, free=True).speeds(1)[2]
+    assert AutoLength(table, narrowest=2).speeds(1)[0] == pytest.approx(1 / 1.3)
+    assert AutoLength(table).speeds(1)[0] == pytest.approx(1.0)
