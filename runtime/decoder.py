@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
-from collections.abc import Collection as Container
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
@@ -61,7 +60,7 @@ class Decoder:
         self,
         requests: Items[tuple[list[int], Settings]],
         *,
-        eos_token_ids: Container[int] = (),
+        eos_token_ids: Collection[int] = (),
         stop_matcher_factory: Callable[[int], StopMatcher | None] | None = None,
     ) -> Iterator[Event]:
         """Decode all requests (prompt ids, settings) as one batch, one Event per request and round.
@@ -92,7 +91,7 @@ class Decoder:
         index: int,
         prompt: list[int],
         settings: Settings,
-        eos: Container[int],
+        eos: Collection[int],
         matchers: Callable[[int], StopMatcher | None] | None,
     ) -> Row:
         spec = self._target.engine.spec

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ..engines.base import Logits
-from .sampling import Probs
-from .sampling import Row as LogitRow
+from .sampling import LogitRow, Probs
 from .sequence import Row
 from .settings import MAX_DRAFT_LENGTH
 from .steps import Stepper
@@ -79,10 +78,10 @@ class ModelDrafter:
 
     def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
         drafts = [Draft() for _ in rows]
+        self._base = [row.sequence.length for row in rows]
         if not any(lengths):
             return drafts
         pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
-        self._base = [row.sequence.length for row in rows]
         for step in range(max(lengths)):
             logits = self._feed(pending)
             for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):

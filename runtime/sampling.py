@@ -13,7 +13,7 @@ from .noise import Noise, Purpose
 from .settings import Rule, Settings
 
 Probs = NDArray[np.float64]
-Row = NDArray[np.float32]
+LogitRow = NDArray[np.float32]
 
 
 class Chain:
@@ -59,7 +59,7 @@ class Chain:
             if self._counts_tokens:
                 self._counts[token] += 1
 
-    def best(self, logits: Row, drafted: Sequence[int] = ()) -> int:
+    def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
         if self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens:
             token = int(logits.argmax())
@@ -72,7 +72,7 @@ class Chain:
             raise _not_finite()
         return token
 
-    def scores(self, logits: Row, drafted: Sequence[int] = ()) -> Probs:
+    def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
         scores = self._penalised(logits, drafted)
         settings = self.settings
@@ -90,13 +90,13 @@ class Chain:
             _keep(scores, math.log(settings.min_p))
         return scores
 
-    def distribution(self, logits: Row, drafted: Sequence[int] = ()) -> Probs:
+    def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p, float64 [V], summing to 1. Needs temperature > 0."""
         probs = np.exp(self.scores(logits, drafted))
         probs /= probs.sum()
         return probs
 
-    def _penalised(self, logits: Row, drafted: Sequence[int]) -> Probs:
+    def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
         scores = logits.astype(np.float64)
         settings = self.settings
         if self.generated + len(drafted) < settings.min_new_tokens:
@@ -122,7 +122,7 @@ class Sampler:
     def __init__(self, rule: Rule, chain: Chain, noise: Noise) -> None:
         self.rule, self.chain, self.noise = rule, chain, noise
 
-    def choose(self, logits: Row, drafted: Sequence[int], position: int) -> int:
+    def choose(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
         """What stands at ``position`` without any draft, under ``greedy`` and ``coupled``.
 
         Coupled: argmax of log p plus the position's Gumbel noise, which has exactly the law p (Gumbel-max).
@@ -133,7 +133,7 @@ class Sampler:
         scores += self.noise.gumbel(position, scores.size)
         return int(scores.argmax())
 
-    def propose(self, logits: Row, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+    def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
         if self.rule in ("greedy", "coupled"):
             return self.choose(logits, drafted, start + len(drafted)), None

@@ -271,3 +271,10 @@ def test_requests_that_cannot_be_served_are_refused_before_anything_runs(prompt,
 
 def test_nothing_asked_nothing_done():
     assert list(Decoder(*toy_pair()).decode([])) == []
+
+
+def test_a_draft_model_is_fed_what_it_lacks_in_one_call():
+    """Prompt; then one token, or two after a fully accepted round; never a call that only catches up."""
+    target, twin = toy_pair()[0], toy_pair()[0]
+    list(Decoder(target, twin).decode([([1, 2, 3, 4], Settings(max_new_tokens=15, draft_length=4))], eos_token_ids=()))
+    assert [width for _, width in twin.calls] == [3, *(1, 1, 1, 1), *(2, 1, 1, 1), *(2, 1, 1, 1)]
