@@ -182,13 +182,23 @@ def _swapped(model: PreTrainedModel, step: _Step) -> Iterator[None]:
     mask = functools.partial(slot_mask, step)
     masks.update({NAME: mask, "sdpa": mask, "eager": functools.partial(_additive_mask, step)})
     model.set_attn_implementation(NAME if modern else "sdpa" if type(model)._supports_sdpa else "eager")
+    experts = _set_experts(model, "batched_mm")  # the form that can be traced: it gathers each token's experts
     try:
         with lowered(model):
             yield
     finally:
+        _set_experts(model, experts)
         masks.clear()
         masks.update(before)
         model.set_attn_implementation(attention)
+
+
+def _set_experts(model: PreTrainedModel, name: str | None) -> str | None:
+    """Choose how a mixture of experts is computed; returns what was chosen before. Does nothing without experts."""
+    before = getattr(model.config, "_experts_implementation", None)
+    if model._can_set_experts_implementation() and name is not None:
+        model.set_experts_implementation(name)
+    return before
 
 
 def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:

@@ -35,9 +35,10 @@ def to_half(model: ir.Model) -> None:
 
 
 def _carries_activations(n: ir.Node) -> bool:
-    """Whether a node computes with weights or a cache, and not with positions and lengths alone."""
+    """Whether a node computes with weights (a tied head's Transpose too) or a cache, not with positions alone."""
     floats = [v for v in n.outputs if v.dtype in (_FLOAT, None)]
-    return bool(floats) and not sources(n.outputs) <= {"position_ids", "past_lens", "logit_index"}
+    found = sources(n.outputs)
+    return bool(floats) and not (found and found <= {"position_ids", "past_lens", "logit_index"})
 
 
 def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int]) -> None:

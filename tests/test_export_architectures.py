@@ -14,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
 
@@ -85,7 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "falcon": (
         "FalconConfig",
         FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-        set(),
+        {"gqa", "nonpad"},
     ),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"gqa", "nonpad"}),
 }
