@@ -78,9 +78,8 @@ class SlotEngine:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
         if int(past_lens.max()) + width > self._capacity:
-            raise EngineError(
-                f"{int(past_lens.max())} + {width} tokens exceed the cache of {self._capacity} slots: call reserve first"
-            )
+            used = f"{int(past_lens.max())} + {width}"
+            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
         key = (rows, width, None if logit_index is None else logit_index.shape[1])
         step = self._steps.get(key) or self._prepare(*key)
         step.tokens[...] = tokens
@@ -104,7 +103,7 @@ class SlotEngine:
         self._steps.clear()
 
     def reset(self, batch: int) -> None:
-        """See Engine.reset. Leaves the smallest capacity. Raises EngineError if a pinned variant cannot take ``batch``."""
+        """See Engine.reset. Leaves the smallest capacity. Raises EngineError for a batch the variant cannot take."""
         if self._closed:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if batch < 1:

@@ -52,7 +52,9 @@ def open_session(path: Path, *, provider: str, threads: int) -> Any:
     wanted = EXECUTION_PROVIDERS[provider]
     if wanted not in ort.get_available_providers():
         have = ", ".join(ort.get_available_providers())
-        raise EngineError(f"provider '{provider}' is not in this onnxruntime (it has: {have}): pip install 'leadout[cuda]'")
+        raise EngineError(
+            f"provider '{provider}' is not in this onnxruntime (it has: {have}): pip install 'leadout[cuda]'"
+        )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -71,7 +71,11 @@ def fuse_skip_norm(model: ir.Model) -> int:
     done = 0
     for norm in [n for n in model.graph if n.op_type == "RMSNormalization"]:
         add = made_by(norm.inputs[0], "Add")
-        if add is None or any(len(dims(v)) != 3 for v in add.inputs) or dims(norm.inputs[1]) != dims(add.outputs[0])[-1:]:
+        if (
+            add is None
+            or any(len(dims(v)) != 3 for v in add.inputs)
+            or dims(norm.inputs[1]) != dims(add.outputs[0])[-1:]
+        ):
             continue
         inputs = [*add.inputs, norm.inputs[1]]
         epsilon = norm.attributes["epsilon"].as_float()

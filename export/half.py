@@ -1,4 +1,4 @@
-"""How a graph becomes half precision: everything that carries activations; angles, masks and logits stay as they were."""
+"""How a graph becomes half precision: what carries activations does; angles, masks and logits stay as they were."""
 
 from __future__ import annotations
 

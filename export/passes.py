@@ -1,4 +1,4 @@
-"""How a captured graph is tidied and packed: simplify and pack keep it canonical; to_gqa and to_nonpad are in gqa.py."""
+"""How a captured graph is tidied and packed, and stays canonical; to_gqa and to_nonpad come from gqa.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .rewrite import Array, array_of, constant, dims, evaluate, made_by, node, o
 __all__ = ["pack", "simplify", "to_gqa", "to_nonpad"]
 
 _LARGEST_TABLE = 1 << 26  # bytes of one cos or sin table; above, the graph goes on computing them
+_PADDING = 128  # rows beyond the context: a last step may be padded past it, and GroupQueryAttention wants them there
 
 
 def simplify(model: ir.Model, max_context: int | None = None) -> None:
@@ -28,7 +29,7 @@ def simplify(model: ir.Model, max_context: int | None = None) -> None:
     _gather_rows(model)
     _split_slices(model)
     if max_context is not None:
-        _tabulate_rotary(model, max_context)
+        _tabulate_rotary(model, max_context + _PADDING)
     common.DeduplicateInitializersPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
@@ -36,7 +37,7 @@ def simplify(model: ir.Model, max_context: int | None = None) -> None:
 
 
 def pack(model: ir.Model) -> int:
-    """Join MatMuls that read one value (q, k, v; gate, up) into one MatMul and a Split, biases too. Returns how many."""
+    """Join MatMuls that read one value (q, k, v; gate, up) into a MatMul and a Split, biases too. Returns how many."""
     groups: dict[int, list[ir.Node]] = defaultdict(list)
     for n in model.graph:
         if n.op_type == "MatMul" and n.inputs[1].const_value is not None and len(dims(n.inputs[1])) == 2:
@@ -134,11 +135,11 @@ def _last_axis_span(n: ir.Node) -> tuple[int, int] | None:
     return start, end
 
 
-def _tabulate_rotary(model: ir.Model, max_context: int) -> None:
+def _tabulate_rotary(model: ir.Model, rows: int) -> None:
     tables: dict[str, ir.Value | None] = {}
     positions = next(v for v in model.graph.inputs if v.name == "position_ids")
     for n in [n for n in model.graph if n.op_type == "RotaryEmbedding" and len(n.inputs) == 3]:
-        cos, sin = (_table(model, v, max_context, tables) for v in n.inputs[1:3])
+        cos, sin = (_table(model, v, rows, tables) for v in n.inputs[1:3])
         if cos is None or sin is None:
             continue
         rotated = ir.Node("", "RotaryEmbedding", [n.inputs[0], cos, sin, positions], n.attributes.values())

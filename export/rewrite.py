@@ -18,9 +18,11 @@ Array = NDArray[Any]
 
 
 def constant(model: ir.Model, name: str, array: Array) -> ir.Value:
-    """An initializer; one that already has this name is used again."""
-    if name in model.graph.initializers:
-        return model.graph.initializers[name]
+    """An initializer; one of this name with these contents is used again, one with others makes the name longer."""
+    while (known := model.graph.initializers.get(name)) is not None:
+        if known.dtype == ir.DataType.from_numpy(array.dtype) and np.array_equal(known.const_value.numpy(), array):
+            return known
+        name += "_"
     value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
     value.dtype, value.shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
     model.graph.register_initializer(value)
@@ -108,7 +110,8 @@ def evaluate(model: ir.Model, values: Sequence[ir.Value], feeds: Mapping[str, Ar
     """Compute ``values`` on ONNX Runtime from the graph inputs named in ``feeds`` (those they need, at least)."""
     needed = sorted(sources(values))
     corner = extract(model.graph, needed, [str(v.name) for v in values])
-    proto = ir.to_proto(ir.Model(corner, ir_version=model.ir_version))
+    small = ir.external_data.load_to_model(ir.Model(corner, ir_version=model.ir_version))
+    proto = ir.to_proto(small)
     options = onnxruntime().SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime().InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])

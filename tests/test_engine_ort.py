@@ -1,0 +1,293 @@
+"""The ONNX Runtime engine: its cache is in place, addressed by length, and its rows know nothing of each other."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support_graphs import Shape, reference, tokens, write
+
+from leadout.bundle import Model
+from leadout.engines import open_engine, providers
+from leadout.engines.ort import SlotEngine, bucket
+from leadout.errors import BundleError, EngineError, UsageError
+
+C = Shape(windows=(None, 8))
+PRECISIONS = ("fp32", "int8", "int4")
+START = np.zeros(1, np.int64)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return {p: write(C, tmp_path_factory.mktemp(p), p) for p in (*PRECISIONS, "fp16")}
+
+
+@pytest.fixture
+def engine(models: dict[str, Model]) -> Iterator[SlotEngine]:
+    made = SlotEngine(models["fp32"])
+    yield made
+    made.close()
+
+
+def cache(engine: SlotEngine) -> list[np.ndarray]:
+    return [buffer.array for buffer in engine._cache]
+
+
+def at(*lengths: int) -> np.ndarray:
+    return np.array(lengths, np.int64)
+
+
+def test_it_computes_the_model_and_picks_its_variant(engine: SlotEngine) -> None:
+    row = tokens(C, 1, 24)
+    assert engine.variant == "gqa" and engine.spec.vocab_size == C.vocab
+    assert np.abs(engine.forward(row, START)[0] - reference(C, row[0])).max() < 2e-5
+    engine.reset(2)
+    assert engine.variant == "nonpad" and engine.batch == 2
+    assert np.abs(engine.forward(np.repeat(row, 2, 0), at(0, 0))[1] - reference(C, row[0])).max() < 2e-5
+
+
+@pytest.mark.parametrize("variant", ["canonical", "gqa", "nonpad"])
+def test_the_cache_is_written_in_place(models: dict[str, Model], variant: str) -> None:
+    engine = SlotEngine(models["fp32"], variant=variant)
+    buffers = cache(engine)
+    addresses = [b.ctypes.data for b in buffers]
+    engine.forward(tokens(C, 1, 20), START)
+    kept = [b.copy() for b in buffers]
+    engine.forward(tokens(C, 1, 5, seed=2), at(12))
+    assert [b.ctypes.data for b in cache(engine)] == addresses
+    for before, after in zip(kept, buffers, strict=True):
+        changed = (before != after).any(axis=(0, 1, 3))
+        assert np.flatnonzero(changed).tolist() == [12, 13, 14, 15, 16], "the new slots and no others"
+    engine.close()
+
+
+@pytest.mark.parametrize("variant", ["gqa", "nonpad"])
+def test_rolling_back_is_saying_less(models: dict[str, Model], variant: str) -> None:
+    engine = SlotEngine(models["fp32"], variant=variant)
+    row = tokens(C, 1, 24)
+    engine.forward(row[:, :12], START)
+    engine.forward(tokens(C, 1, 9, seed=3), at(12))
+    again = engine.forward(row[:, 12:18], at(12))[0].copy()
+    fresh = SlotEngine(models["fp32"], variant=variant)
+    fresh.forward(row[:, :12], START)
+    assert np.array_equal(fresh.forward(row[:, 12:18], at(12))[0], again)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("variant", ["canonical", "gqa", "nonpad"])
+def test_every_width_from_two_gives_the_same_bits(models: dict[str, Model], precision: str, variant: str) -> None:
+    engine = SlotEngine(models[precision], variant=variant)
+    row = tokens(C, 1, 40)
+    wanted = engine.forward(row, START)[0].copy()
+    for width in range(2, 10):
+        for start in range(0, 40, width):
+            piece = row[:, min(start, 40 - width) :][:, :width]
+            first = min(start, 40 - width)
+            assert np.array_equal(engine.forward(piece, at(first))[0], wanted[first : first + width]), (width, first)
+    engine.close()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ragged_rows_equal_each_row_alone(models: dict[str, Model], precision: str) -> None:
+    lengths, width = at(17, 3, 9), 4
+    rows = tokens(C, 3, 32)
+    alone = []
+    for row, length in zip(rows, lengths, strict=True):
+        single = SlotEngine(models[precision], variant="nonpad")
+        single.forward(row[None, :length], START)
+        alone.append(single.forward(row[None, length : length + width], at(length))[0].copy())
+    engine = SlotEngine(models[precision])
+    engine.reset(3)
+    engine.forward(rows[:, :17], at(0, 0, 0), np.array([[16], [2], [8]]))
+    new = np.stack([row[n : n + width] for row, n in zip(rows, lengths, strict=True)])
+    assert np.array_equal(engine.forward(new, lengths), alone)
+
+
+def test_logits_are_gathered_where_asked(engine: SlotEngine) -> None:
+    row = tokens(C, 1, 12)
+    every = engine.forward(row, START)[0].copy()
+    some = engine.forward(row, START, np.array([[11, 3]]))
+    assert some.shape == (1, 2, C.vocab)
+    assert np.array_equal(some[0], every[[11, 3]])
+    assert np.array_equal(engine.forward(row, START)[0], every), "all positions again after some"
+
+
+def test_reserve_keeps_rows_and_rounds_up(models: dict[str, Model]) -> None:
+    engine, roomy = SlotEngine(models["fp32"], variant="nonpad"), SlotEngine(models["fp32"], variant="nonpad")
+    row = tokens(C, 1, 140)
+    roomy.reserve(140)
+    for one in (engine, roomy):
+        one.forward(row[:, :100], START)
+    assert engine.capacity == 128
+    engine.reserve(128)
+    assert engine.capacity == 128
+    engine.reserve(129)
+    assert engine.capacity == 256
+    engine.reserve(10)
+    assert engine.capacity == 256
+    assert np.array_equal(engine.forward(row[:, 100:], at(100)), roomy.forward(row[:, 100:], at(100)))
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (1, 128, 129, 2048, 2049, 2561)] == [128, 128, 256, 2048, 2560, 3072]
+
+
+def test_overflow_is_refused(engine: SlotEngine) -> None:
+    with pytest.raises(EngineError, match="125 \\+ 4 tokens exceed the cache of 128 slots: call reserve first"):
+        engine.forward(tokens(C, 1, 4), at(125))
+    engine.forward(tokens(C, 1, 3), at(125))
+
+
+def test_padding_beyond_the_context_is_harmless(engine: SlotEngine) -> None:
+    engine.reserve(C.context + 4)
+    row = tokens(C, 1, C.context)
+    wanted = engine.forward(row, START, np.array([[C.context - 1]]))[0].copy()
+    padded = np.concatenate([row[:, -2:], np.zeros((1, 3), np.int64)], axis=1)
+    assert np.array_equal(engine.forward(padded, at(C.context - 2))[0, 1], wanted[0])
+
+
+def test_fewer_rows_than_the_batch(models: dict[str, Model]) -> None:
+    engine = SlotEngine(models["fp32"])
+    engine.reset(4)
+    rows = tokens(C, 4, 20)
+    every = engine.forward(rows, at(0, 0, 0, 0))[:, -2:].copy()
+    before = [b.copy() for b in cache(engine)]
+    some = engine.forward(rows[:2, 18:], at(18, 18))
+    assert np.array_equal(some, every[:2])
+    assert all(np.array_equal(a[2:], b[2:]) for a, b in zip(before, cache(engine), strict=True))
+    with pytest.raises(EngineError, match="5 rows given, the engine has 4"):
+        engine.forward(tokens(C, 5, 2), at(0, 0, 0, 0, 0))
+
+
+def test_copy_row_forks_a_sequence(models: dict[str, Model]) -> None:
+    engine = SlotEngine(models["fp32"])
+    engine.reset(3)
+    rows = tokens(C, 3, 12)
+    engine.forward(rows, at(0, 0, 0))
+    middle = [b[1].copy() for b in cache(engine)]
+    engine.copy_row(2, 0)
+    logits = engine.forward(np.repeat(rows[2:, :2], 3, 0), at(12, 12, 12))
+    assert np.array_equal(logits[0], logits[2]) and not np.array_equal(logits[0], logits[1])
+    assert all(np.array_equal(a[:, :12], b[1][:, :12]) for a, b in zip(middle, cache(engine), strict=True))
+    with pytest.raises(EngineError, match="row 3 is not one of the engine's 3"):
+        engine.copy_row(3, 0)
+
+
+def test_reset_forgets_and_shrinks(engine: SlotEngine) -> None:
+    engine.reserve(300)
+    engine.forward(tokens(C, 1, 20), START)
+    engine.reset(1)
+    assert engine.capacity == 128 and not any(b.any() for b in cache(engine))
+    with pytest.raises(EngineError, match="batch must be at least 1, not 0"):
+        engine.reset(0)
+
+
+def test_half_precision_keeps_a_half_cache(models: dict[str, Model]) -> None:
+    engine = SlotEngine(models["fp16"])
+    assert {b.dtype for b in cache(engine)} == {np.dtype(np.float16)}
+    assert engine.forward(tokens(C, 1, 4), START).dtype == np.float32
+
+
+def test_many_shapes_are_forgotten_and_come_back(engine: SlotEngine) -> None:
+    row = tokens(C, 1, 40)
+    first = engine.forward(row[:, :2], START).copy()
+    for width in range(3, 41):
+        engine.forward(row[:, :width], START)
+    assert len(engine._steps) <= 32
+    assert np.array_equal(engine.forward(row[:, :2], START), first)
+
+
+def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineError):
+        engine.forward(tokens(C, 1, 2), START)
+    with pytest.raises(EngineError, match="closed"):
+        engine.reset(1)
+
+
+def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
+    with pytest.raises(BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, nonpad\\)"):
+        SlotEngine(models["fp32"], variant="flat")
+    pinned = SlotEngine(models["fp32"], variant="gqa")
+    with pytest.raises(EngineError, match="variant 'gqa' takes one row, not 2"):
+        pinned.reset(2)
+
+
+def test_a_bundle_without_variants_runs_canonically(models: dict[str, Model], tmp_path: Path) -> None:
+    model = write(Shape(), tmp_path)
+    for name in ("gqa", "nonpad"):
+        del model.entry.variants[name]  # type: ignore[attr-defined]
+    engine = SlotEngine(model)
+    assert engine.variant == "canonical"
+    engine.reset(3)
+    assert engine.variant == "canonical"
+
+
+def test_a_damaged_graph_is_one_line(tmp_path: Path) -> None:
+    model = write(Shape(), tmp_path)
+    (tmp_path / "model.gqa.onnx").write_bytes(b"not a graph")
+    with pytest.raises(EngineError, match=r"model\.gqa\.onnx: onnxruntime cannot load it: [^\n]+$"):
+        SlotEngine(model)
+
+
+def test_a_token_outside_the_vocabulary_is_an_engine_error(engine: SlotEngine) -> None:
+    with pytest.raises(EngineError, match="gqa"):
+        engine.forward(np.array([[C.vocab, 0]]), START)
+
+
+def test_open_engine_checks_its_options(models: dict[str, Model]) -> None:
+    with pytest.raises(UsageError, match="'tpu' is unknown"):
+        open_engine(models["fp32"], provider="tpu")
+    with pytest.raises(UsageError, match="threads must be at least 1"):
+        open_engine(models["fp32"], threads=0)
+    assert isinstance(open_engine(models["fp32"], threads=2), SlotEngine)
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, found: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name in found:
+            return found[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_no_onnxruntime_says_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, {})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(
+        EngineError, match=r"no onnxruntime installed: pip install 'leadout\[cpu\]' or 'leadout\[cuda\]'"
+    ):
+        providers.onnxruntime()
+
+
+def test_both_onnxruntimes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(monkeypatch, {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"})
+    assert list(providers.installed()) == ["onnxruntime", "onnxruntime-gpu"]
+    with pytest.raises(EngineError, match=r"both installed.*pip uninstall -y onnxruntime onnxruntime-gpu"):
+        providers.onnxruntime()
+
+
+def test_cuda_that_is_not_there_is_an_error(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    ort = providers.onnxruntime()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(EngineError, match=r"provider 'cuda' is not in this onnxruntime .*leadout\[cuda\]"):
+        SlotEngine(models["fp32"], provider="cuda")
+
+
+def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    ort = providers.onnxruntime()
+    session = ort.InferenceSession
+
+    def fallen(path: str, options: object, providers: list[str]) -> object:
+        return session(path, options, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(ort, "InferenceSession", fallen)
+    with pytest.raises(EngineError, match="provider 'cuda' fell back to CPUExecutionProvider"):
+        SlotEngine(models["fp32"], provider="cuda")

@@ -1,0 +1,100 @@
+"""Quantised graphs: close to the model, one table where it is tied, and rows that do not depend on each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from support_graphs import Shape, graph, op_counts, reference, tokens, write
+
+from leadout.engines.ort import SlotEngine
+from leadout.errors import ExportError
+from leadout.export.passes import pack, simplify
+from leadout.export.quantize import quantize, rows_to_int4, rows_to_int8
+
+# Root mean square of the error over that of the logits; random weights, which have no redundancy (real ones lose less).
+ERROR = {"fp16": (0.001, 0.004), "int8": (0.02, 0.07), "int4": (0.2, 0.5)}
+
+
+def quantised(c: Shape, precision: str) -> ir.Model:
+    model = graph(c)
+    simplify(model, c.context)
+    pack(model)
+    quantize(model, precision)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("precision", ERROR)
+def test_every_precision_is_near_the_model_in_every_form(precision: str, tied: bool, tmp_path: Path) -> None:
+    c = Shape(tied=tied, biases=True)
+    row = tokens(c, 1, 24)
+    wanted = reference(c, row[0])
+    model = write(c, tmp_path, precision)
+    for variant in ("canonical", "gqa", "nonpad"):
+        engine = SlotEngine(model, variant=variant)
+        logits = engine.forward(row, np.zeros(1, np.int64))[0]
+        assert logits.dtype == np.float32
+        least, most = ERROR[precision]
+        assert least < np.sqrt(((logits - wanted) ** 2).mean() / (wanted**2).mean()) < most
+        engine.close()
+
+
+def test_a_tied_table_is_stored_once() -> None:
+    for precision, kind in (("int8", np.int8), ("int4", np.uint8), ("fp16", np.float16)):
+        c = Shape(tied=True, vocab=4096)
+        model = quantised(c, precision)
+        tables = [v.const_value for v in model.graph.initializers.values() if v.const_value.size >= c.vocab * 32]
+        assert len(tables) == 1 and tables[0].numpy().dtype == kind
+
+
+def test_int8_uses_standard_operators_only_and_shares_inputs() -> None:
+    model = quantised(Shape(), "int8")
+    assert {n.domain for n in model.graph} == {""}
+    counts = op_counts(model)
+    assert counts["MatMulInteger"] == 2 * 4 + 1
+    assert counts["Div"] == counts["MatMulInteger"], "q/k/v are packed: one quantised input for each product"
+    assert "MatMul" not in counts
+
+
+def test_products_that_read_one_value_share_its_quantisation() -> None:
+    model = graph(Shape())
+    simplify(model)
+    quantize(model, "int8")  # not packed: q, k, v read one value, gate and up another
+    counts = op_counts(model)
+    assert counts["MatMulInteger"] == 2 * 7 + 1 and counts["Div"] == 2 * 4 + 1
+
+
+def test_int4_quantises_the_head() -> None:
+    counts = op_counts(quantised(Shape(), "int4"))
+    assert counts["MatMulNBits"] == 2 * 4 + 1 and "MatMul" not in counts
+
+
+def test_narrow_products_stay() -> None:
+    model = quantised(Shape(vocab=16), "int8")
+    assert op_counts(model)["MatMul"] == 1
+
+
+def test_unknown_precision_is_refused() -> None:
+    with pytest.raises(ExportError, match="'int3' is unknown \\(one of: fp32, fp16, int8, int4\\)"):
+        quantize(graph(Shape()), "int3")
+
+
+def test_int8_rows() -> None:
+    rows = np.array([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]], np.float32)
+    levels, scale = rows_to_int8(rows)
+    assert levels.tolist()[0] == [64, -127, 32] and not levels[1].any()
+    assert np.abs(levels * scale[:, None] - rows).max() <= scale.max() / 2
+
+
+def test_int4_blocks_hold_sixteen_levels_around_eight() -> None:
+    rows = np.random.default_rng(0).normal(size=(3, 70)).astype(np.float32)
+    packed, scale = rows_to_int4(rows)
+    assert packed.shape == (3, 3, 16) and scale.shape == (3, 3)
+    levels = np.stack([packed & 15, packed >> 4], -1).reshape(3, 3, 32).astype(np.int32) - 8
+    back = (levels * scale[..., None]).reshape(3, 96)
+    assert np.abs(back[:, :70] - rows).max() <= np.abs(scale).max() + 1e-6
+    assert not back[:, 70:].any()
+    assert levels.min() == -8
