@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from leadout.errors import BundleError
 from leadout.runtime.text import Codec, TextStream
 

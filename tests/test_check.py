@@ -1,0 +1,146 @@
+"""``leadout check`` and ``bench``: they pass what is right, and notice what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import leadout
+from leadout.engines.toy import ToyEngine
+from leadout.runtime import check
+from leadout.runtime.bench import Bench
+from leadout.runtime.divergence import NEAR_TIE, first_divergence
+from leadout.runtime.pair import Pair
+
+VOCAB = 16
+
+
+def law(context: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    weights = 1.0 + (np.arange(VOCAB) * (int(context[-1]) + 3)) % 7
+    weights[(int(context.sum()) * 5 + 1) % VOCAB] = 100.0
+    return np.asarray(weights / weights.sum())
+
+
+class Rounding(ToyEngine):
+    """A toy whose steps of one width round differently."""
+
+    def __init__(self, width: int, error: float = 1e-3) -> None:
+        super().__init__(law, VOCAB)
+        self.width, self.error = width, error
+
+    def forward(self, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+        logits = super().forward(tokens, past_lens, logit_index)
+        return logits + np.float32(self.error) if tokens.shape[1] == self.width else logits
+
+
+@pytest.mark.parametrize("width", [2, 5, 9])
+def test_a_width_that_rounds_differently_is_named(width: int) -> None:
+    tokens = np.arange(12, dtype=np.int64)[None] % VOCAB
+    assert check.check_widths("widths", ToyEngine(law, VOCAB), tokens).ok
+    found = check.check_widths("widths", Rounding(width), tokens)
+    assert not found.ok
+    assert (f"{width} (by 1.0e-03)" in found.detail) or width == 2
+
+
+def golden(error: float = 0.0) -> check.Golden:
+    """Two rows of the toy's own logits, one of them wrong by ``error``."""
+    tokens = np.array([[1, 2, 3, 4], [5, 6, 7, 0]], np.int64)
+    engine = ToyEngine(law, VOCAB)
+    engine.reset(2)
+    engine.reserve(4)
+    logits = engine.forward(tokens, np.zeros(2, np.int64)).copy()
+    ids = np.argsort(-logits, axis=-1)[..., :4]
+    top = np.take_along_axis(logits, ids, -1)
+    top[1, 2, 3] += error
+    return check.Golden(tokens, np.array([4, 3]), ids.astype(np.int32), top)
+
+
+def test_golden_parity_sees_one_wrong_logit_and_not_the_padding() -> None:
+    engine = ToyEngine(law, VOCAB)
+    assert check.check_parity("golden", engine, golden(), 1e-4).ok
+    assert not check.check_parity("golden", engine, golden(2e-4), 1e-4).ok
+    assert check.check_parity("golden", engine, golden(2e-4), 3e-4).ok
+
+
+def test_what_is_allowed_follows_the_precision() -> None:
+    model = SimpleNamespace(entry=SimpleNamespace(precision="fp32", parity={"int8": 0.5, "gqa": 0.25}))
+    rows = golden()
+    assert check.allowed(model, rows) == pytest.approx(1e-4 * np.abs(rows.logits).max())  # type: ignore[arg-type]
+    model.entry.precision = "int8"
+    assert check.allowed(model, rows) == 1.0  # type: ignore[arg-type]
+
+
+def test_a_divergence_is_a_near_tie_or_a_fault() -> None:
+    entry = SimpleNamespace(precision="fp32")
+    bundle = SimpleNamespace(manifest=SimpleNamespace(models={"target": entry}))
+    pair: Any = SimpleNamespace(target=ToyEngine(law, VOCAB), bundle=bundle)
+    probabilities = law(np.array([1, 2, 3]))
+    order = np.argsort(-probabilities).tolist()
+    tied = next((a, b) for a, b in itertools.pairwise(order) if probabilities[a] == pytest.approx(probabilities[b]))
+    assert first_divergence(pair, [1, 2], [3, tied[0]], [3, tied[0]]) is None
+    near = first_divergence(pair, [1, 2], [3, tied[0], 1], [3, tied[1], 2])
+    assert near is not None and near.position == 1 and near.near_tie and near.margin <= NEAR_TIE["fp32"]
+    fault = first_divergence(pair, [1, 2], [3, order[0]], [3, order[1]])
+    assert fault is not None and not fault.near_tie
+    assert fault.margin == pytest.approx(np.log(probabilities[order[0]] / probabilities[order[1]]), rel=1e-4)
+    shorter = first_divergence(pair, [1, 2], [3], [3, 4])
+    assert shorter is not None and not shorter.near_tie
+
+
+def test_answers_that_differ_are_named() -> None:
+    assert check.same("x", [[1], [2]], [[1], [2]]).ok
+    found = check.same("x", [[1], [2]], [[1], [3]])
+    assert not found.ok and found.detail == "prompt 1 differs"
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    from leadout.export.build import export_pair
+
+    return lambda precision: export_pair(*tiny_pair, tmp_path_factory.mktemp("q") / precision, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_quantised_bundle_holds_every_promise(bundles: Callable[[str], Path], precision: str) -> None:
+    found = list(check.run(bundles(precision), threads=2))
+    assert [(each.name, each.detail) for each in found if not each.ok] == []
+    assert len({each.name for each in found}) == len(found) > 15
+
+
+@pytest.mark.slow
+def test_bench_notices_a_draft_that_changes_the_text(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every draft accepted unseen, the answers are no longer the target's: identical_outputs must say so."""
+    from leadout.runtime import verify
+
+    with leadout.load(tiny_bundle) as pair:
+        settings = {"max_new_tokens": 12, "draft_length": 3, "ignore_eos": True}
+        prompts = [pair.token_ids("x = 1"), pair.token_ids("def f(x):")]
+        assert Bench(pair, settings).run(prompts)["identical_outputs"] is True
+        monkeypatch.setattr(verify, "match", lambda x, choose: verify.Verdict(len(x), choose(len(x)), len(x)))
+        assert Bench(pair, settings).run(prompts)["identical_outputs"] is False
+
+
+@pytest.mark.slow
+def test_checks_run_on_the_demo_pair(demo_bundle: Callable[[str], Path]) -> None:
+    found = list(check.run(demo_bundle("fp32")))
+    assert [dataclasses.asdict(each) for each in found if not each.ok] == []
+
+
+@pytest.mark.slow
+def test_every_draft_writes_the_same_on_the_demo_pair(demo_bundle: Callable[[str], Path], held_out: list[str]) -> None:
+    with leadout.load(demo_bundle("fp32")) as pair:
+        for settings in ({"temperature": 0.0}, {"temperature": 1.0, "rule": "coupled", "seed": 7}):
+            written = [continuations(pair, held_out[:4], draft, settings) for draft in ("none", "model", "ngram")]
+            assert written[0] == written[1] == written[2]
+
+
+def continuations(pair: Pair, prompts: list[str], draft: str, settings: dict[str, Any]) -> list[list[int]]:
+    return [pair.generate(prompt, draft=draft, max_new_tokens=48, **settings).token_ids for prompt in prompts]
