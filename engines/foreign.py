@@ -128,7 +128,8 @@ class ForeignEngine:
         bind_output(self._io, self._signature.logits, logits)
         self._session.run_with_iobinding(self._io, self._quiet)
         row.commit(past + len(tokens))
-        return logits[0]
+        row_logits: NDArray[Any] = logits[0]
+        return row_logits
 
     def _feeds(self, tokens: Tokens, past: int, keep: int) -> Iterator[tuple[Port, NDArray[Any]]]:
         graph, length = self._signature, past + len(tokens)
