@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import leadout.export.build as build
 import pytest
-from leadout.errors import ExportError
 from optimum.commands import optimum_cli
+
+import leadout.export.build as build
+from leadout.errors import ExportError
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
