@@ -16,11 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 import onnx_ir as ir  # noqa: E402
 
-from leadout.bundle import Bundle  # noqa: E402
+from leadout.bundle import Bundle, Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build  # noqa: E402
-from leadout.export.build import export_pair  # noqa: E402
+from leadout.export.build import export_model, export_pair, silent  # noqa: E402
+from leadout.export.checkpoint import load  # noqa: E402
 from leadout.export.pairing import Vocabulary, same_vocabulary  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -256,8 +257,10 @@ def test_padding_of_the_drafts_vocabulary_is_impossible_or_cut(mixed: Path, save
     engine = open_engine(Bundle.read(mixed).model("draft"))
     assert engine.forward(np.array([[5, 6]]), np.array([0])).shape == (1, 2, 512)
     engine.close()
-    out = export_pair(save(vocab_size=576), save(), tmp_path / "out")
-    engine = open_engine(Bundle.read(out).model("draft"))
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    entry = export_model(load(save()), folder, "fp32", 576, silent)
+    engine = open_engine(Model(folder, entry))
     logits = engine.forward(np.array([[5, 6]]), np.array([0]))
     assert logits.shape == (1, 2, 576) and (logits[..., 512:] < -1e4).all() and (logits[..., :512] > -1e4).all()
     engine.close()
