@@ -14,7 +14,7 @@ from .base import Logits, ModelSpec, Tokens
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
 
-_DTYPES = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+_DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _BUFFERS: dict[str, type[HostBuffer] | type[CudaBuffer]] = {"cpu": HostBuffer, "cuda": CudaBuffer}
 _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
@@ -53,6 +53,9 @@ class SlotEngine:
             model.path(variant)
         self._spec = ModelSpec(model.entry.vocab_size, model.entry.max_context)
         self._sessions: dict[str, Any] = {}
+        self._steps: dict[tuple[int, int, int | None], _Step] = {}
+        self._cache: list[Buffer] = []
+        self._capacity = 0
         self._flat = np.zeros(0, np.float32)
         self._closed = False
         self.reset(1)
@@ -113,12 +116,12 @@ class SlotEngine:
         types = {value.name: value.type for value in self._session.get_inputs()}
         buffers = _BUFFERS[self._provider]
         self._batch, self._capacity = batch, bucket(1)
-        self._cache: list[Buffer] = [
+        self._cache = [
             buffers.zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
-        self._steps: dict[tuple[int, int, int | None], _Step] = {}
+        self._steps.clear()
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
