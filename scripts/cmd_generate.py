@@ -26,6 +26,9 @@ STATS = (
     "seconds",
 )
 
+# A model may write escape sequences; a terminal must not obey them.
+HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+
 
 @click.command("generate")
 @click.argument("bundle", type=click.Path())
@@ -75,7 +78,7 @@ def write_stream(stream: Stream) -> None:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for piece in stream:
         if console.is_terminal:
-            console.print(Text(piece.text, style="cyan" if piece.from_draft else ""), end="")
+            console.print(Text(piece.text.translate(HARMLESS), style="cyan" if piece.from_draft else ""), end="")
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()

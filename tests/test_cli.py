@@ -8,6 +8,7 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -15,8 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import leadout
+from leadout.runtime.pair import Piece
 from leadout.runtime.settings import Settings
+from leadout.runtime.stats import Stats
 from leadout.scripts.cli import COMMANDS, main
+from leadout.scripts.cmd_generate import write_stream
 from leadout.scripts.options import given
 
 KEYS = {"text", "token_ids", "finish_reason", "lossless", "rule", "seed", "stats"}
@@ -93,6 +97,33 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny_bundle: Path) -> Non
         assert result.stdout == pair.generate(PROMPT, max_new_tokens=16).text + "\n"
     assert "16 tokens in" in result.stderr and result.stderr.count("\n") == 1
     assert "\x1b[" not in result.stdout, "no colours where nobody looks"
+
+
+def test_a_terminal_gets_tints_but_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = [Piece("a\x1b[2Jb\n", (1,), True), Piece("c\x7f", (2,), False)]
+    stats = Stats()
+    result = SimpleNamespace(stats=stats, draft="model", rule="greedy", seed=None, finish_reason="length")
+    for variables, expected in (
+        ({"FORCE_COLOR": "1"}, "\x1b[36ma\u241b[2Jb\x1b[0m\nc\u2421\n"),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "a\u241b[2Jb\nc\u2421\n"),
+        ({}, "a\x1b[2Jb\nc\x7f\n"),
+    ):
+        for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in ({"TERM": "xterm"} | variables).items():
+            monkeypatch.setenv(name, value)
+        stream = Listed(pieces)
+        stream.result = result
+        write_stream(stream)  # type: ignore[arg-type]
+        assert capsys.readouterr().out == expected
+
+
+class Listed(list[Piece]):
+    """Pieces known in advance."""
+
+    result: Any
 
 
 @pytest.mark.slow
