@@ -189,7 +189,7 @@ def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Reci
         muon.param_groups[0]["lr"] = recipe.matrix_rate * schedule(step, recipe)
         adam.param_groups[0]["lr"] = recipe.vector_rate * schedule(step, recipe)
         loss = loss_of(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for optimizer in (muon, adam):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -213,7 +213,7 @@ def start_from_bigrams(model: LlamaForCausalLM, stream: np.ndarray, steps: int =
         logits = model.lm_head(model.model.norm(model.model.embed_tokens.weight))
         loss = -(pairs * logits.log_softmax(-1)).sum()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         if step % 50 == 49:
             click.echo(f"bigrams: {loss.item():.3f} nats a token", err=True)
