@@ -171,8 +171,9 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 def _sampling(generation: GenerationConfig) -> dict[str, float]:
     if not generation.do_sample:
         return {}
-    found = {"temperature": 1.0} | {name: getattr(generation, name, None) for name in SAMPLING}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    found = {name: getattr(generation, name, None) for name in SAMPLING}
+    # transformers samples at 1 where no temperature is given; without one here, the pair would be greedy.
+    return {"temperature": 1.0} | {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,13 +16,13 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from ..bundle import Model, ModelEntry, file_entry
 from ..engines import Engine, Logits, open_engine
 from ..errors import EngineError, ExportError
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
+from .pairing import Vocabulary, read_ids, same_vocabulary
 from .writing import aside, destination, write_manifest
 
 TEXTS = ("tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
@@ -169,30 +169,18 @@ def _distance(found: Logits, expected: Logits) -> float:
 
 
 def _same_tokens(target: Source, draft: Source) -> None:
-    """Token ids must mean the same to both; the number of logits may differ by padding only."""
-    p, q = _ids(target.root) or {}, _ids(draft.root)
-    if q is not None and p != q:
-        token = min((t for t in p.keys() | q.keys() if p.get(t) != q.get(t)), key=lambda t: p.get(t, 0))
+    """Token ids must mean the same to both, and both give the same number of logits: nothing is cut or padded here."""
+    p, q = (_vocabulary(source) for source in (target, draft))
+    same_vocabulary(p, q)
+    if p.logits != q.logits:
         raise ExportError(
-            f"draft '{draft.root}' has another vocabulary than target '{target.root}': token {token!r} is "
-            f"{q.get(token)} there and {p.get(token)} here; choose a draft of the same tokenizer"
-        )
-    sizes = (target.vocab_size, draft.vocab_size)
-    if sizes[0] != sizes[1] and (q is None or min(sizes) <= max(p.values())):
-        raise ExportError(
-            f"draft '{draft.root}' has a vocabulary of {sizes[1]}, target '{target.root}' of {sizes[0]}; "
-            "choose a draft of the same tokenizer"
+            f"draft '{q.source}' gives {q.logits} logits, target '{p.source}' {p.logits}; they must be equal"
         )
 
 
-def _ids(root: Path) -> dict[str, int] | None:
-    path = root / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        return dict(Tokenizer.from_str(path.read_text(encoding="utf-8")).get_vocab(with_added_tokens=True))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ExportError(f"{path}: not a tokenizer: {error}") from None
+def _vocabulary(source: Source) -> Vocabulary:
+    path = source.root / "tokenizer.json"
+    return Vocabulary(str(source.root), read_ids(path) if path.is_file() else None, source.vocab_size)
 
 
 def _copy(path: Path, root: Path, folder: Path) -> None:

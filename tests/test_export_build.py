@@ -15,13 +15,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import onnx_ir as ir  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle, Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build  # noqa: E402
 from leadout.export.build import export_model, export_pair, silent  # noqa: E402
-from leadout.export.checkpoint import load  # noqa: E402
+from leadout.export.checkpoint import _sampling, load  # noqa: E402
 from leadout.export.pairing import Vocabulary, same_vocabulary  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -264,3 +265,9 @@ def test_padding_of_the_drafts_vocabulary_is_impossible_or_cut(mixed: Path, save
     logits = engine.forward(np.array([[5, 6]]), np.array([0]))
     assert logits.shape == (1, 2, 576) and (logits[..., 512:] < -1e4).all() and (logits[..., :512] > -1e4).all()
     engine.close()
+
+
+def test_sampling_without_a_temperature_is_at_temperature_1():
+    assert _sampling(GenerationConfig(do_sample=True, top_k=20)) == {"temperature": 1.0, "top_k": 20.0}
+    assert _sampling(GenerationConfig(do_sample=True, temperature=0.6))["temperature"] == 0.6
+    assert _sampling(GenerationConfig()) == {}
