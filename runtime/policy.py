@@ -53,12 +53,14 @@ class Costs:
 
     def target(self, rows: int) -> list[float] | None:
         """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them the
-        nearest. None while nothing was measured."""
+        nearest, and never more than a wider step costs (a width that was last measured in a bad moment would else
+        be avoided for good). None while nothing was measured."""
         if not self._target:
             return None
         known = self._target[min(self._target, key=lambda r: (abs(r - rows), r))]
         widths = sorted(known)
-        return np.interp(_WIDTHS, widths, [known[width] for width in widths]).tolist()
+        table = np.interp(_WIDTHS, widths, [known[width] for width in widths])
+        return np.minimum.accumulate(table[::-1])[::-1].tolist()
 
     def draft(self, rows: int) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""

@@ -109,3 +109,11 @@ def test_free_drafts_cost_only_their_verification_and_padding_is_priced():
     assert AutoLength(table).speeds(1)[2] < AutoLength(table, free=True).speeds(1)[2]
     assert AutoLength(table, narrowest=2).speeds(1)[0] == pytest.approx(1 / 1.3)
     assert AutoLength(table).speeds(1)[0] == pytest.approx(1.0)
+
+
+def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
+    costs = Costs()
+    for width, seconds in ((2, 8.0), (3, 5.0), (5, 6.0)):
+        costs.record_target(1, width, seconds)
+    table = costs.target(1)
+    assert table is not None and table[2] == table[3] == 5.0 and table[5] == 6.0
