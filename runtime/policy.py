@@ -60,7 +60,8 @@ class Costs:
         known = self._target[min(self._target, key=lambda r: (abs(r - rows), r))]
         widths = sorted(known)
         table = np.interp(_WIDTHS, widths, [known[width] for width in widths])
-        return np.minimum.accumulate(table[::-1])[::-1].tolist()
+        monotone: list[float] = np.minimum.accumulate(table[::-1])[::-1].tolist()
+        return monotone
 
     def draft(self, rows: int) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""
