@@ -285,7 +285,7 @@ speculative decoding; it is far too small to be useful otherwise.
 {figures}
 
 * Corpus: the source of CPython {python}'s standard library, {files:,} files, {tokens:,} tokens; the tables in
-  `encodings/` and `pydoc_data/` are left out.
+  `encodings/` and `pydoc_data/` are left out, for the target the test suites too.
 * Schedule: {steps:,} steps of {step_tokens:,} tokens, seed {seed}, context {context}.
 * Held out ({held_tokens:,} tokens): {held}.
 * Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
