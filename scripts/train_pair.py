@@ -29,23 +29,21 @@ SEED = 20261120
 VOCAB = 4096
 CONTEXT = 1024
 END = "<|endoftext|>"
+BFLOAT16 = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # elsewhere it is slower than float32
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 HELD_OUT = tuple(Path(__file__).with_name("held_out.txt").read_text(encoding="utf-8").split())
 # Generated tables and prose: not what the author of a Python module writes.
 SKIPPED = ("/site-packages/", "/encodings/", "/pydoc_data/")
-# The test suites: the target never sees them, the draft does. A target that knows a text by heart is surer there than
-# it will ever be again; a draft learns more from it where it has to guess.
-SUITES = ("/test/", "/tests/", "/idle_test/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
     """One model's shape and schedule.
 
-    A step sees ``tokens`` tokens, in windows of half the context until the last fifth of the steps, then of the whole
-    context. The first ``shallow_share`` of the steps train only the first ``shallow`` layers: with so little compute a
-    small model on many tokens learns faster, and layers whose output projections are zero join without a jump.
+    A step sees ``tokens`` tokens, in windows of a quarter of the context, in the last ``long_share`` of the steps of
+    the whole. The first ``shallow_share`` train only the first ``shallow`` layers: with so little compute a small model
+    on many tokens learns faster, and layers whose output projections are zero join without a jump.
     """
 
     hidden: int
@@ -55,7 +53,8 @@ class Recipe:
     intermediate: int
     steps: int
     shallow: int
-    shallow_share: float = 0.65
+    shallow_share: float = 0.5
+    long_share: float = 0.15
     tokens: int = 4096
     matrix_rate: float = 0.025
     vector_rate: float = 4e-3
@@ -63,6 +62,9 @@ class Recipe:
 
     def depth(self, step: int) -> int:
         return self.shallow if step < self.shallow_share * self.steps else self.layers
+
+    def length(self, step: int) -> int:
+        return CONTEXT if step >= (1 - self.long_share) * self.steps else CONTEXT // 4
 
     def model(self) -> LlamaForCausalLM:
         """Freshly initialised; the blocks start as the identity (output projections zero)."""
@@ -86,18 +88,17 @@ class Recipe:
         return model
 
 
-TARGET = Recipe(hidden=384, layers=6, heads=6, kv_heads=2, intermediate=1024, steps=1500, shallow=2)
+TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
 DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=500, shallow=2)
 
 
 # ---- corpus and tokenizer --------------------------------------------------------------------------------------------
-def sources(root: Path, *, held_out: bool, suites: bool = False) -> dict[str, str]:
-    """Relative path -> text of the standard library's files, in name order."""
-    skipped = SKIPPED if suites else (*SKIPPED, *SUITES)
+def sources(root: Path, *, held_out: bool) -> dict[str, str]:
+    """Relative path -> text of the standard library's files, test suites included, in name order."""
     names = HELD_OUT if held_out else (p.relative_to(root).as_posix() for p in sorted(root.rglob("*.py")))
     texts = {}
     for name in names:
-        if not held_out and (name in HELD_OUT or any(part in f"/{name}" for part in skipped)):
+        if not held_out and (name in HELD_OUT or any(part in f"/{name}" for part in SKIPPED)):
             continue
         try:
             texts[name] = (root / name).read_text(encoding="utf-8")
@@ -127,50 +128,19 @@ def token_stream(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
 
 
 def batches(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Windows [rows, length + 1] in a seeded order, none seen twice before all were seen."""
+    """Windows [rows, length + 1] in a seeded order; of one length, none is seen twice before all were seen."""
     rng = np.random.default_rng(SEED)
-    order: list[int] = []
+    order: dict[int, list[int]] = {}
     for step in range(recipe.steps):
-        length = CONTEXT // 2 if step < 0.8 * recipe.steps else CONTEXT
+        length = recipe.length(step)
         rows = recipe.tokens // length
-        if len(order) < recipe.tokens // (CONTEXT // 2):
-            order = list(rng.permutation((len(stream) - 1) // (CONTEXT // 2) - 1))
-        starts = [order.pop() * (CONTEXT // 2) for _ in range(rows)]
+        if len(order.get(length, ())) < rows:
+            order[length] = list(rng.permutation((len(stream) - 1) // length))
+        starts = [order[length].pop() * length for _ in range(rows)]
         yield torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised by Newton-Schulz iteration (Jordan et al. 2024), in float32.
-
-    ``torch.optim.Muon`` iterates in bfloat16, which processors without bfloat16 units run at a third of the speed.
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.lerp_(p.grad, 0.05)
-                update = orthogonal(torch.lerp(p.grad, momentum, 0.95))
-                p.mul_(1 - 0.05 * group["lr"])
-                p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
-
-
-def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values end between 0.7 and 1.2."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(iterations):
-        a = x @ x.T
-        x = torch.addmm(x, torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.T if tall else x
-
-
 def schedule(step: int, recipe: Recipe) -> float:
     """Warm up over 2 % of the steps, hold, then fall linearly to zero."""
     warm = min(1.0, (step + 1) / (0.02 * recipe.steps))
@@ -182,13 +152,15 @@ def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Reci
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in inside]
-    muon, adam = Muon(matrices, lr=0.0), torch.optim.Adam(others, lr=0.0, betas=(0.9, 0.95))
+    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05)
+    adam = torch.optim.Adam(others, lr=0.0, betas=(0.9, 0.95), fused=True)
     start, smooth, seen = time.time(), float("nan"), 0
     for step, batch in enumerate(batches(stream, recipe)):
         model.config.num_hidden_layers = recipe.depth(step)
         muon.param_groups[0]["lr"] = recipe.matrix_rate * schedule(step, recipe)
         adam.param_groups[0]["lr"] = recipe.vector_rate * schedule(step, recipe)
-        loss = loss_of(batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+            loss = loss_of(batch)
         loss.backward()
         for optimizer in (muon, adam):
             optimizer.step()
@@ -220,7 +192,7 @@ def start_from_bigrams(model: LlamaForCausalLM, stream: np.ndarray, steps: int =
 
 
 def logits_of(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, model(input_ids=tokens, use_cache=False).logits)
+    return cast(torch.Tensor, model(input_ids=tokens, use_cache=False).logits.float())
 
 
 def next_token_loss(model: Callable[..., Any]) -> Loss:
@@ -285,7 +257,7 @@ speculative decoding; it is far too small to be useful otherwise.
 {figures}
 
 * Corpus: the source of CPython {python}'s standard library, {files:,} files, {tokens:,} tokens; the tables in
-  `encodings/` and `pydoc_data/` are left out, for the target the test suites too.
+  `encodings/` and `pydoc_data/` are left out.
 * Schedule: {steps:,} steps of {step_tokens:,} tokens, seed {seed}, context {context}.
 * Held out ({held_tokens:,} tokens): {held}.
 * Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
@@ -301,10 +273,10 @@ class Corpus:
     held_stream: np.ndarray
 
 
-def read_corpus(tokenizer_file: Path, *, suites: bool) -> Corpus:
+def read_corpus(tokenizer_file: Path) -> Corpus:
     """The standard library, tokenised; the tokenizer is trained if its file is not there."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts, held = sources(root, held_out=False, suites=suites), sources(root, held_out=True)
+    texts, held = sources(root, held_out=False), sources(root, held_out=True)
     if not tokenizer_file.exists():
         tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(iter(texts.values())).save(str(tokenizer_file))
@@ -360,7 +332,7 @@ def main() -> None:
 def target(out: Path, compiled: bool) -> None:
     """The tokenizer and the target, from scratch."""
     folder = out / "target"
-    corpus = read_corpus(folder / "tokenizer.json", suites=False)
+    corpus = read_corpus(folder / "tokenizer.json")
     model = TARGET.model()
     start_from_bigrams(model, corpus.stream)
     fit(model, corpus.stream, next_token_loss(MAKERS[compiled](model)), TARGET, folder)
@@ -381,7 +353,7 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
     shape = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "heads": hidden // 32}
     recipe = dataclasses.replace(DRAFT, steps=steps, **shape)
     folder = out / name
-    corpus = read_corpus(out / "target" / "tokenizer.json", suites=True)
+    corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     model = recipe.model()
     start_from_bigrams(model, corpus.stream)
