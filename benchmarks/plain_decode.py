@@ -26,6 +26,7 @@ import numpy as np
 
 GENAI = "onnxruntime-genai==0.18.0"
 NAMES = ("leadout", "genai")
+PAUSE = 0.2  # seconds before each round: the other's threads, which have just worked, spin on for a while
 
 
 def main() -> None:
@@ -84,6 +85,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
     for turn in range(options.rounds + 1):
         for name in NAMES if turn % 2 else reversed(NAMES):
+            time.sleep(PAUSE)
             took = command(workers[name])
             if turn:
                 seconds[name].append(took)

@@ -11,6 +11,7 @@ from ..errors import EngineError
 
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_SPIN_US = "2000"
 _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
 
@@ -43,9 +44,11 @@ def onnxruntime() -> Any:
 
 
 def open_session(path: Path, *, provider: str, threads: int) -> Any:
-    """Open the graph at ``path`` with ``threads`` threads of its own, which sleep between steps.
+    """Open the graph at ``path`` with ``threads`` threads of its own.
 
-    Two pools that spin (a draft's and a target's) take the cores from each other, so spinning is off.
+    A small model has a node every ten microseconds: waking a thread for each takes longer than the node, so they spin,
+    through a draft of usual length and no longer. Two pools that spin would take the cores from each other: give the
+    second model one thread, which is no pool.
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
     ort = onnxruntime()
@@ -59,7 +62,7 @@ def open_session(path: Path, *, provider: str, threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _FATAL_ONLY
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     try:
         session = ort.InferenceSession(str(path), options, providers=[wanted])
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
