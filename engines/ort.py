@@ -20,9 +20,10 @@ _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
-def bucket(slots: int) -> int:
-    """``slots`` rounded up: attention on a CPU costs by capacity, so steps are small while the cache is."""
-    step = _FINE_BUCKET if slots <= _COARSE_FROM else _COARSE_BUCKET
+def bucket(slots: int, variant: str) -> int:
+    """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
+    (all variants except ``gqa``, which follows the used length) they are small while the cache is."""
+    step = _FINE_BUCKET if variant != "gqa" and slots <= _COARSE_FROM else _COARSE_BUCKET
     return max(step, -(-slots // step) * step)
 
 
@@ -34,6 +35,7 @@ class _Step:
     tokens: Tokens
     positions: Tokens
     past_lens: Tokens
+    past_column: Tokens
     logit_index: Tokens
     offsets: Tokens
     logits: Logits
@@ -80,15 +82,17 @@ class SlotEngine:
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
-        if int(past_lens.max()) + width > self._capacity:
-            used = f"{int(past_lens.max())} + {width}"
+        longest = max(past_lens.tolist())
+        if longest + width > self._capacity:
+            used = f"{longest} + {width}"
             raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
         key = (rows, width, None if logit_index is None else logit_index.shape[1])
         step = self._steps.get(key) or self._prepare(*key)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
-        np.add(step.past_lens[:, None], step.offsets, out=step.positions)
-        np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        np.add(step.past_column, step.offsets, out=step.positions)
+        if longest + width > self._spec.max_context:
+            np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
         try:
@@ -98,24 +102,29 @@ class SlotEngine:
         return step.logits
 
     def reserve(self, capacity: int) -> None:
-        """See Engine.reserve. Buckets: multiples of 128 slots, above 2048 of 512."""
+        """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
         if capacity <= self._capacity:
             return
-        self._capacity = bucket(capacity)
+        self._capacity = bucket(capacity, self._variant)
         self._cache = [buffer.grown(self._capacity) for buffer in self._cache]
         self._steps.clear()
 
     def reset(self, batch: int) -> None:
-        """See Engine.reset. Leaves the smallest capacity. Raises EngineError for a batch the variant cannot take."""
+        """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another.
+
+        Raises EngineError for a batch the variant cannot take.
+        """
         if self._closed:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
-        self._variant = self._choose(batch)
-        self._session = self._open(self._variant)
+        variant = self._choose(batch)
+        if self._cache and (variant, batch) == (self._variant, self._batch) and self._capacity == bucket(1, variant):
+            return
+        self._variant, self._session = variant, self._open(variant)
         types = {value.name: value.type for value in self._session.get_inputs()}
         buffers = _BUFFERS[self._provider]
-        self._batch, self._capacity = batch, bucket(1)
+        self._batch, self._capacity = batch, bucket(1, variant)
         self._cache = [
             buffers.zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
@@ -165,11 +174,13 @@ class SlotEngine:
             self._steps.clear()
         if len(self._steps) >= _KEPT_STEPS:
             self._steps.clear()
+        past_lens = np.zeros(rows, np.int64)
         step = _Step(
             binding=self._session.io_binding(),
             tokens=np.zeros((rows, width), np.int64),
             positions=np.zeros((rows, width), np.int64),
-            past_lens=np.zeros(rows, np.int64),
+            past_lens=past_lens,
+            past_column=past_lens[:, None],
             logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
             offsets=np.arange(width, dtype=np.int64),
             logits=self._flat[: int(np.prod(shape))].reshape(shape),

@@ -98,7 +98,7 @@ def _linear(n: ir.Node) -> _Linear | None:
 
 def _int8(model: ir.Model, linear: _Linear) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
-    levels, scale = _quantized_input(model, before, before.inputs[0])
+    levels, scale = _quantized_input(model, before, before.inputs[0], linear.rows.shape[1])
     rows, channel_scale = rows_to_int8(linear.rows)
     if linear.tied:
         table = constant(model, f"{name}.s8", rows)
@@ -113,27 +113,39 @@ def _int8(model: ir.Model, linear: _Linear) -> ir.Value:
     return result
 
 
-def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """``value`` [..., K] in u8 around 128, and its scale [..., 1]; all products that read ``value`` share the two."""
+def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+    """``value`` [..., width] in u8 around 128, and its scale [..., 1]; all products that read ``value`` share the two.
+
+    A block of QuantizeLinear is a whole row: one pass over the row where Div, Round, Add and Cast would be four.
+    """
     for user in value.consumers():
-        if user.op_type == "Div" and (levels := _levels_of(user)) is not None:
-            return levels, user.inputs[1]
+        if user.op_type == "QuantizeLinear":
+            return user.outputs[0], user.inputs[1]
     last = constant(model, "int8.last_axis", np.array([-1], np.int64))
     peak = node(model, before, "ReduceMax", [node(model, before, "Abs", [value]), last], keepdims=1)
     peak = node(model, before, "Max", [peak, constant(model, "int8.tiny", np.array(1e-8, np.float32))])
     scale = node(model, before, "Mul", [peak, constant(model, "int8.step", np.array(1 / 127, np.float32))])
-    level = node(model, before, "Round", [node(model, before, "Div", [value, scale])])
-    level = node(model, before, "Add", [level, constant(model, "int8.middle", np.array(128, np.float32))])
-    return node(model, before, "Cast", [level], to=int(ir.DataType.UINT8)), scale
+    scale.shape = ir.Shape([*dims(value)[:-1], 1]) if dims(value) else None
+    middle = _middle(model, before, scale)
+    levels = node(model, before, "QuantizeLinear", [value, scale, middle], axis=-1, block_size=width)
+    return levels, scale
 
 
-def _levels_of(division: ir.Node) -> ir.Value | None:
-    for op in ("Round", "Add", "Cast"):
-        users = [u for u in division.outputs[0].consumers() if u.op_type == op]
-        if not users:
-            return None
-        division = users[0]
-    return division.outputs[0]
+def _middle(model: ir.Model, before: ir.Node, scale: ir.Value) -> ir.Value:
+    """128 in the shape of ``scale``: QuantizeLinear wants a zero point a block. Made once for each shape."""
+    for n in model.graph:
+        if n is before:
+            break
+        if n.op_type == "ConstantOfShape" and n.outputs[0].dtype == ir.DataType.UINT8 and _same(n.outputs[0], scale):
+            return n.outputs[0]
+    shape = node(model, before, "Shape", [scale])
+    middle: ir.Value = node(model, before, "ConstantOfShape", [shape], value=ir.tensor(np.array([128], np.uint8)))
+    middle.shape, middle.dtype = scale.shape, ir.DataType.UINT8
+    return middle
+
+
+def _same(a: ir.Value, b: ir.Value) -> bool:
+    return None not in dims(a) and dims(a) == dims(b) != ()
 
 
 def _int4(model: ir.Model, linear: _Linear) -> ir.Value:

@@ -104,7 +104,7 @@ class Bench:
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
-        sides = {"plain": self._plain, "speculative": self._speculative}
+        sides = {"plain": self.time_plain, "speculative": self.time_speculative}
         if self.batch_size > 1:
             sides["alone"] = self._alone
         totals = {name: Totals() for name in sides}
@@ -117,10 +117,12 @@ class Bench:
             progress(f"{min((number + 1) * self.batch_size, len(prompts))} of {len(prompts)} prompts")
         return self._report(prompts, groups, totals)
 
-    def _plain(self, group: Group, totals: Totals) -> None:
+    def time_plain(self, group: Group, totals: Totals) -> None:
+        """Add one group, decoded by the target alone at its fastest."""
         self._time(self.plain, group, self.plain_settings, totals)
 
-    def _speculative(self, group: Group, totals: Totals) -> None:
+    def time_speculative(self, group: Group, totals: Totals) -> None:
+        """Add one group, decoded by the pair."""
         self._time(self.speculative, group, self.settings, totals)
 
     def _alone(self, group: Group, totals: Totals) -> None:

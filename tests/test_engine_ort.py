@@ -133,10 +133,13 @@ def test_reserve_keeps_rows_and_rounds_up(models: dict[str, Model]) -> None:
 
 
 def test_buckets() -> None:
-    assert [bucket(n) for n in (1, 128, 129, 2048, 2049, 2561)] == [128, 128, 256, 2048, 2560, 3072]
+    sizes = (1, 128, 129, 2048, 2049, 2561)
+    assert [bucket(n, "nonpad") for n in sizes] == [128, 128, 256, 2048, 2560, 3072]
+    assert [bucket(n, "gqa") for n in sizes] == [512, 512, 512, 2048, 2560, 3072]
 
 
-def test_overflow_is_refused(engine: SlotEngine) -> None:
+def test_overflow_is_refused(models: dict[str, Model]) -> None:
+    engine = SlotEngine(models["fp32"], variant="nonpad")
     with pytest.raises(EngineError, match="125 \\+ 4 tokens exceed the cache of 128 slots: call reserve first"):
         engine.forward(tokens(C, 1, 4), at(125))
     engine.forward(tokens(C, 1, 3), at(125))
@@ -177,11 +180,18 @@ def test_copy_row_forks_a_sequence(models: dict[str, Model]) -> None:
         engine.copy_row(3, 0)
 
 
-def test_reset_forgets_and_shrinks(engine: SlotEngine) -> None:
-    engine.reserve(300)
+def test_reset_shrinks_and_keeps_what_is_small_already(engine: SlotEngine) -> None:
+    engine.reserve(600)
     engine.forward(tokens(C, 1, 20), START)
     engine.reset(1)
-    assert engine.capacity == 128 and not any(b.any() for b in cache(engine))
+    assert engine.capacity == 512 and not any(b.any() for b in cache(engine))
+    row = tokens(C, 1, 20)
+    fresh = engine.forward(row, START).copy()
+    engine.forward(tokens(C, 1, 40, seed=5), START)
+    buffers, steps = cache(engine), dict(engine._steps)
+    engine.reset(1)
+    assert all(a is b for a, b in zip(buffers, cache(engine), strict=True)) and engine._steps == steps
+    assert np.array_equal(engine.forward(row, START), fresh), "what an earlier request left is never read"
     with pytest.raises(EngineError, match="batch must be at least 1, not 0"):
         engine.reset(0)
 

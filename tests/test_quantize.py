@@ -55,7 +55,8 @@ def test_int8_uses_standard_operators_only_and_shares_inputs() -> None:
     assert {n.domain for n in model.graph} == {""}
     counts = op_counts(model)
     assert counts["MatMulInteger"] == 2 * 4 + 1
-    assert counts["Div"] == counts["MatMulInteger"], "q/k/v are packed: one quantised input for each product"
+    assert counts["QuantizeLinear"] == counts["MatMulInteger"], "q/k/v are packed: one quantised input for each product"
+    assert counts["ConstantOfShape"] == 2, "one zero point for [B, S, 1], one for the rows that want logits"
     assert "MatMul" not in counts
 
 
@@ -64,7 +65,7 @@ def test_products_that_read_one_value_share_its_quantisation() -> None:
     simplify(model)
     quantize(model, "int8")  # not packed: q, k, v read one value, gate and up another
     counts = op_counts(model)
-    assert counts["MatMulInteger"] == 2 * 7 + 1 and counts["Div"] == 2 * 4 + 1
+    assert counts["MatMulInteger"] == 2 * 7 + 1 and counts["QuantizeLinear"] == 2 * 4 + 1
 
 
 def test_int4_quantises_the_head() -> None:
