@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from ..engines import Engine, Logits, ModelSpec, Tokens
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
-from .settings import Settings
+from .settings import MODEL_DRAFTS, Settings
 from .stats import Stats
 
 TIMED_STEPS = 9
@@ -80,6 +81,14 @@ class Totals:
     def count(self, name: str) -> int:
         """A counter of ``Stats``, summed."""
         return int(sum(getattr(stats, name) for stats in self.stats))
+
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        """``Stats.by_drafter``, summed."""
+        total: dict[str, Counter[str]] = defaultdict(Counter)
+        for stats in self.stats:
+            for name, counts in stats.by_drafter.items():
+                total[name].update(counts)
+        return {name: dict(counts) for name, counts in total.items()}
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,6 +166,7 @@ class Bench:
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },
+            "by_drafter": speculative.by_drafter(),
             "cost_ms": cost,
             "prompts": len(prompts),
             "batch_size": self.batch_size,
@@ -191,7 +201,7 @@ class Bench:
         narrowest = 2 if self.pair.exact else 1
         widths = sorted({1, max(drafts, narrowest), max(drafts + 1, narrowest)})
         target = {width: step_ms(self.pair.target, rows, width, past) for width in widths}
-        drafting = self.settings.draft == "model" and self.pair.draft is not None
+        drafting = self.settings.draft in MODEL_DRAFTS
         draft = step_ms(self.pair.draft, rows, 1, past) if drafting and self.pair.draft is not None else 0.0
         return {"target": target, "draft": draft}
 
@@ -199,10 +209,11 @@ class Bench:
         """Speedup from measured costs alone: tokens a round over what a round of the mean length costs."""
         rounds = totals.count("rounds")
         drafts = totals.count("drafted") / rounds
+        modelled = totals.by_drafter().get("model", {}).get("drafted", 0) / rounds
         widths = sorted(cost["target"])
         step = float(np.interp(drafts + 1, widths, [cost["target"][width] for width in widths]))
         plain: float = cost["target"][1]
-        return totals.count("tokens") / rounds * plain / (step + drafts * float(cost["draft"]))
+        return totals.count("tokens") / rounds * plain / (step + modelled * float(cost["draft"]))
 
 
 def decode(decoder: Decoder, group: Group, settings: Settings, pair: Pair) -> tuple[Group, list[Stats]]:
