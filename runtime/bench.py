@@ -110,6 +110,7 @@ class Bench:
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(self.target, None, exact=False)
         self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
+        self.single = Decoder(self.target, self.draft, exact=pair.exact)  # has not seen the batch's answers
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
@@ -120,6 +121,8 @@ class Bench:
         groups = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for side in sides.values():
             side(groups[0], Totals())
+        self.speculative.forget()  # no drafter may know an answer from the run that warmed up
+        self.single.forget()
         for number, group in enumerate(groups):
             for name in sorted(sides, reverse=number % 2 == 1):
                 sides[name](group, totals[name])
@@ -134,7 +137,7 @@ class Bench:
 
     def _alone(self, group: Group, totals: Totals) -> None:
         for prompt in group:
-            self._time(self.speculative, [prompt], self.settings, totals)
+            self._time(self.single, [prompt], self.settings, totals)
 
     def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
         engines = [engine for engine in (self.target, self.draft) if engine is not None]

@@ -76,6 +76,10 @@ class Decoder:
         ]
         return self._run(rows)
 
+    def forget(self) -> None:
+        """Drop what the free drafters remember of earlier requests: texts, successors and counts."""
+        self._commons = Commons()
+
     def _run(self, rows: list[Row]) -> Iterator[Event]:
         clock = self._start(rows)
         while rows:

@@ -104,7 +104,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
-    prior = (0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)
+    prior = (0.25, 0.5, 0.65, 0.7, 0.7, 0.75, 0.75, 0.8)  # counted as those of suffix.py
     LONGEST = 4
 
     def __init__(self) -> None:

@@ -211,6 +211,11 @@ class Pair:
             stats=event.stats,
         )
 
+    def forget(self) -> None:
+        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests (their speed alone depends on
+        it). What is running goes on with what it has."""
+        self.decoder.forget()
+
     def close(self) -> None:
         """Release both models. Calling it twice is fine."""
         self.target.close()
