@@ -28,6 +28,12 @@ DRAFTS = (
     ("model", "8"),
     ("ngram", "auto"),
     ("ngram", "5"),
+    ("suffix", "auto"),
+    ("suffix", "6"),
+    ("recycling", "auto"),
+    ("recycling", "4"),
+    ("auto", "auto"),
+    ("auto", "4"),
 )
 MODES = {"greedy": ("--temperature", "0"), "coupled": ("--temperature", "1", "--rule", "coupled", "--seed", "7")}
 

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from ..engines import Engine, Logits, ModelSpec, Tokens
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
-from .settings import Settings
+from .settings import MODEL_DRAFTS, Settings
 from .stats import Stats
 
 TIMED_STEPS = 9
@@ -81,6 +82,14 @@ class Totals:
         """A counter of ``Stats``, summed."""
         return int(sum(getattr(stats, name) for stats in self.stats))
 
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        """``Stats.by_drafter``, summed."""
+        total: dict[str, Counter[str]] = defaultdict(Counter)
+        for stats in self.stats:
+            for name, counts in stats.by_drafter.items():
+                total[name].update(counts)
+        return {name: dict(counts) for name, counts in total.items()}
+
     @property
     def tokens_per_second(self) -> float:
         return self.count("tokens") / (self.wall - self.prompt)
@@ -101,6 +110,7 @@ class Bench:
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(self.target, None, exact=False)
         self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
+        self.single = Decoder(self.target, self.draft, exact=pair.exact)  # has not seen the batch's answers
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
@@ -111,6 +121,8 @@ class Bench:
         groups = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for side in sides.values():
             side(groups[0], Totals())
+        self.speculative.forget()  # no drafter may know an answer from the run that warmed up
+        self.single.forget()
         for number, group in enumerate(groups):
             for name in sorted(sides, reverse=number % 2 == 1):
                 sides[name](group, totals[name])
@@ -127,7 +139,7 @@ class Bench:
 
     def _alone(self, group: Group, totals: Totals) -> None:
         for prompt in group:
-            self._time(self.speculative, [prompt], self.settings, totals)
+            self._time(self.single, [prompt], self.settings, totals)
 
     def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
         engines = [engine for engine in (self.target, self.draft) if engine is not None]
@@ -159,6 +171,7 @@ class Bench:
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },
+            "by_drafter": speculative.by_drafter(),
             "cost_ms": cost,
             "prompts": len(prompts),
             "batch_size": self.batch_size,
@@ -193,7 +206,7 @@ class Bench:
         narrowest = 2 if self.pair.exact else 1
         widths = sorted({1, max(drafts, narrowest), max(drafts + 1, narrowest)})
         target = {width: step_ms(self.pair.target, rows, width, past) for width in widths}
-        drafting = self.settings.draft == "model" and self.pair.draft is not None
+        drafting = self.settings.draft in MODEL_DRAFTS
         draft = step_ms(self.pair.draft, rows, 1, past) if drafting and self.pair.draft is not None else 0.0
         return {"target": target, "draft": draft}
 
@@ -201,10 +214,11 @@ class Bench:
         """Speedup from measured costs alone: tokens a round over what a round of the mean length costs."""
         rounds = totals.count("rounds")
         drafts = totals.count("drafted") / rounds
+        modelled = totals.by_drafter().get("model", {}).get("drafted", 0) / rounds
         widths = sorted(cost["target"])
         step = float(np.interp(drafts + 1, widths, [cost["target"][width] for width in widths]))
         plain: float = cost["target"][1]
-        return totals.count("tokens") / rounds * plain / (step + drafts * float(cost["draft"]))
+        return totals.count("tokens") / rounds * plain / (step + modelled * float(cost["draft"]))
 
 
 def decode(decoder: Decoder, group: Group, settings: Settings, pair: Pair) -> tuple[Group, list[Stats]]:

@@ -19,6 +19,7 @@ from ..engines import Engine, Logits, Tokens, open_engine
 from ..errors import BundleError
 from .divergence import first_divergence
 from .pair import Pair, cores, load
+from .settings import DRAFTS
 
 GOLDEN = "golden.npz"
 WIDTHS = range(2, 10)
@@ -131,7 +132,7 @@ def stepped(engine: Engine, tokens: Tokens, width: int) -> Logits:
 def check_tokens(bundle: Bundle, provider: str, threads: int | None) -> Iterator[Check]:
     """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone."""
     prompts = ragged(bundle)
-    drafters = [*(["model"] if "draft" in bundle.manifest.models else []), "ngram"]
+    drafters = [name for name in DRAFTS if name != "none" and (name != "model" or "draft" in bundle.manifest.models)]
     with load(bundle.path, provider=provider, threads=threads) as pair:
         for title, settings in (("greedy", {"temperature": 0.0}), ("coupled", {"temperature": 1.0, "seed": 7})):
             wanted: dict[str, Any] = settings | {"rule": title, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
-from .drafters import Draft, Drafter, ModelDrafter, NgramDrafter
+from .cascade import Cascade, Commons, Plan
+from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
 from .policy import AutoLength, Costs, FixedLength, Policy
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import Rule, Settings
+from .settings import MODEL_DRAFTS, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
 
@@ -49,11 +50,11 @@ class Decoder:
 
     def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
         self._target = Stepper(target, "target", narrowest=2 if exact else 1)
-        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._model: Drafter | None = None
         if draft is not None:
-            self._drafters["model"] = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
-        self._costs = Costs()
-        self._active: dict[str, Drafter] = {}
+            self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
+        self._costs, self._commons = Costs(), Commons()
+        self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
 
     def decode(
@@ -74,6 +75,10 @@ class Decoder:
             for index, (prompt, settings) in enumerate(requests)
         ]
         return self._run(rows)
+
+    def forget(self) -> None:
+        """Drop what the free drafters remember of earlier requests: texts, successors and counts."""
+        self._commons = Commons()
 
     def _run(self, rows: list[Row]) -> Iterator[Event]:
         clock = self._start(rows)
@@ -100,12 +105,14 @@ class Decoder:
         seed = secrets.randbits(63) if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
         stop = matchers(index) if matchers is not None else None
+        policy = self._policy(settings)
         return Row(
             index=index,
             settings=settings,
             sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
             sampler=Sampler(settings.acceptance_rule, chain, Noise(seed)),
-            policy=self._policy(settings),
+            policy=policy,
+            cascade=self._cascade(settings, policy),
         )
 
     def _check(self, prompt: list[int], settings: Settings) -> None:
@@ -118,15 +125,21 @@ class Decoder:
             )
         if len(prompt) >= spec.max_context:
             raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
-        if settings.draft == "model" and "model" not in self._drafters:
-            raise UsageError("draft 'model' needs a draft model, and there is none (use: draft ngram or none)")
+        if settings.draft == "model" and self._model is None:
+            raise UsageError("draft 'model' needs a draft model, and there is none (use: draft auto or none)")
 
     def _policy(self, settings: Settings) -> Policy:
-        if settings.draft == "none":
+        if settings.draft not in MODEL_DRAFTS or self._model is None:
             return FixedLength(0)
-        if settings.draft_length != "auto":
+        if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
-        return AutoLength(self._costs, self._target.narrowest, free=settings.draft == "ngram")
+        return AutoLength(self._costs, self._target.narrowest)
+
+    def _cascade(self, settings: Settings, policy: Policy) -> Cascade | None:
+        if settings.draft in ("model", "none"):
+            return None
+        model = policy if isinstance(policy, AutoLength) else None
+        return Cascade(settings, self._commons, self._costs, model, narrowest=self._target.narrowest)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1
@@ -136,30 +149,36 @@ class Decoder:
             prompts = [row.sequence.tokens[:-1] for row in rows]
             if any(prompts):
                 self._target.last_logits(prompts, [0] * len(rows))
-            self._active = {kind: self._drafters[kind] for kind in {row.settings.draft for row in rows} - {"none"}}
-            for drafter in self._active.values():
-                drafter.reset(len(rows))
-                drafter.prefill(rows)
+            for row in rows:
+                if row.cascade is not None:
+                    row.cascade.take(row.sequence.tokens)
+            self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
+            if self._drafting is not None:
+                self._drafting.reset(len(rows))
+                self._drafting.prefill(rows)
             clock.lap("prefill")
         return clock
 
     def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
-        drafts = [Draft() for _ in rows]
-        for kind, drafter in self._active.items():
-            mine = [row.settings.draft == kind for row in rows]
-            lengths = [self._length(row, drafter, len(rows)) if m else 0 for m, row in zip(mine, rows, strict=True)]
+        plans = [self._plan(row, len(rows)) for row in rows]
+        drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
+        lengths = [plan.length for plan in plans]
+        if self._drafting is not None and any(lengths):
             started = perf_counter()
-            proposed = drafter.propose(rows, lengths)
-            if kind == "model":
-                self._costs.record_draft(len(rows), max(lengths), perf_counter() - started)
-            drafts = [new if m else old for m, new, old in zip(mine, proposed, drafts, strict=True)]
+            proposed = self._drafting.propose(rows, lengths)
+            self._costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
-    def _length(self, row: Row, drafter: Drafter, rows: int) -> int:
-        return row.policy.length(min(row.sequence.room - 1, drafter.room(row)), rows)
+    def _plan(self, row: Row, rows: int) -> Plan:
+        limit = row.sequence.room - 1
+        by_model = min(limit, self._drafting.room(row)) if self._drafting is not None else 0
+        if row.cascade is None:
+            return Plan("model", length=row.policy.length(by_model, rows))
+        return row.cascade.choose(row.sequence.tokens, limit, by_model, rows)
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
@@ -170,6 +189,10 @@ class Decoder:
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
         verdicts = [judge(*each) for each in zip(rows, drafts, logits, strict=True)]
+        for row, draft, scores, verdict in zip(rows, drafts, logits, verdicts, strict=True):
+            if row.cascade is not None:
+                fed = [row.sequence.tokens[-1], *draft.tokens]
+                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores)
         clock.lap("verify")
         return verdicts
 
@@ -177,11 +200,18 @@ class Decoder:
         new = [*draft.tokens[: verdict.accepted], verdict.token]
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
-        row.policy.observe(verdict.tested, verdict.accepted)
-        if (drafter := self._active.get(row.settings.draft)) is not None:
-            drafter.observe(place, verdict.accepted)
+        if draft.by == "model":
+            row.policy.observe(verdict.tested, verdict.accepted)
+            if draft.tokens and self._drafting is not None:
+                self._drafting.observe(place, verdict.accepted)
+        if row.finish_reason is not None and row.cascade is not None:
+            row.cascade.finish(row.sequence.tokens)
         row.stats.record(
-            drafted=len(draft.tokens), tested=verdict.tested, accepted=min(verdict.accepted, kept), tokens=kept
+            drafted=len(draft.tokens),
+            tested=verdict.tested,
+            accepted=min(verdict.accepted, kept),
+            tokens=kept,
+            by=draft.by if draft.tokens else "none",
         )
         tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
         stats = row.stats if row.finish_reason else None
@@ -195,8 +225,8 @@ class Decoder:
                 last = live.pop()
                 if place < len(live):
                     self._target.engine.copy_row(len(live), place)
-                    for drafter in self._active.values():
-                        drafter.move(len(live), place)
+                    if self._drafting is not None:
+                        self._drafting.move(len(live), place)
                     live[place] = last
         clock.charge([row.stats for row in rows])
         return live

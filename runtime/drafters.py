@@ -1,4 +1,4 @@
-"""Decides which tokens to propose: what a draft model says, or what followed the last time."""
+"""Decides which tokens to propose: what a draft model says. (What costs nothing is in ``free.py``.)"""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 from ..engines.base import Logits
 from .sampling import LogitRow, Probs
 from .sequence import Row
-from .settings import MAX_DRAFT_LENGTH
+from .settings import MODEL_DRAFTS
 from .steps import Stepper
 
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens and the distributions they were drawn from (``q`` None: the proposal is deterministic)."""
+    """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
+    name of the drafter."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None
+    by: str = "model"
 
 
 class Drafter(Protocol):
@@ -69,7 +71,8 @@ class ModelDrafter:
         self._valid, self._base = [0] * rows, [0] * rows
 
     def prefill(self, rows: Items[Row]) -> None:
-        prompts = [row.sequence.tokens[:-1] if row.settings.draft == "model" and self.room(row) else [] for row in rows]
+        mine = [row.settings.draft in MODEL_DRAFTS and self.room(row) for row in rows]
+        prompts = [row.sequence.tokens[:-1] if m else [] for m, row in zip(mine, rows, strict=True)]
         if any(prompts):
             self._feed(prompts)
 
@@ -113,49 +116,3 @@ class ModelDrafter:
         if (missing := self._vocab_size - logits.size) <= 0:
             return logits[: self._vocab_size]
         return np.concatenate([logits, np.full(missing, -np.inf, np.float32)])
-
-
-class NgramDrafter:
-    """Prompt lookup (Saxena 2023): finds the latest earlier place where the last n tokens (n = 4, 3, 2, 1) stood, and
-    proposes what followed there; past the end of the text the copy goes on into itself, so that a period repeats."""
-
-    LONGEST = 4
-
-    def __init__(self) -> None:
-        self._after: list[dict[tuple[int, ...], int]] = []
-        self._indexed: list[int] = []
-
-    def reset(self, rows: int) -> None:
-        self._after, self._indexed = [{} for _ in range(rows)], [0] * rows
-
-    def prefill(self, rows: Items[Row]) -> None:
-        pass  # the text is indexed as far as it goes when a draft is asked for
-
-    def room(self, row: Row) -> int:
-        return MAX_DRAFT_LENGTH
-
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        return [
-            Draft(self._copy(place, row.sequence.tokens, length)) if length else Draft()
-            for place, (row, length) in enumerate(zip(rows, lengths, strict=True))
-        ]
-
-    def observe(self, place: int, accepted: int) -> None:
-        pass  # committed text is all it knows
-
-    def move(self, source: int, destination: int) -> None:
-        self._after[destination], self._indexed[destination] = self._after[source], self._indexed[source]
-
-    def _copy(self, place: int, tokens: list[int], length: int) -> list[int]:
-        after = self._after[place]
-        for end in range(self._indexed[place], len(tokens) - 1):  # the last token has no successor yet
-            for n in range(1, min(self.LONGEST, end + 1) + 1):
-                after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
-        self._indexed[place] = len(tokens) - 1
-        for n in range(min(self.LONGEST, len(tokens)), 0, -1):
-            if (source := after.get(tuple(tokens[-n:]))) is not None:
-                text = tokens[source : source + length]
-                while len(text) < length:
-                    text += text[: length - len(text)]
-                return text
-        return []

@@ -15,7 +15,7 @@ from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
 from .decoder import Decoder, Event
-from .settings import Settings
+from .settings import DRAFTS, Settings
 from .stats import Stats
 from .text import Codec, TextStream
 
@@ -157,7 +157,8 @@ class Pair:
                 given[name] = (value,) if isinstance(value, str) else tuple(value)
         settings = Settings(**given)
         if settings.draft == "model" and self.draft is None:
-            raise UsageError("draft 'model': this bundle has no draft model (possible: ngram, none)")
+            possible = ", ".join(draft for draft in DRAFTS if draft != "model")
+            raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
         return settings
 
     def _run(self, prompts: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Piece | Result]]:
@@ -209,6 +210,11 @@ class Pair:
             draft=answer.settings.draft,
             stats=event.stats,
         )
+
+    def forget(self) -> None:
+        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests (their speed alone depends on
+        it). What is running goes on with what it has."""
+        self.decoder.forget()
 
     def close(self) -> None:
         """Release both models. Calling it twice is fine."""

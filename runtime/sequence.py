@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .cascade import Cascade
 from .policy import Policy
 from .sampling import Sampler
 from .settings import Settings
@@ -66,12 +67,14 @@ class Sequence:
 @dataclass(slots=True)
 class Row:
     """A live request: its sequence and what goes with it. ``index`` is its place among the requests; its place in
-    the engines' caches is its place in the list of live rows."""
+    the engines' caches is its place in the list of live rows. ``policy`` says how much the draft model drafts;
+    ``cascade``, where free drafters may propose, who does."""
 
     index: int
     settings: Settings
     sequence: Sequence
     sampler: Sampler
     policy: Policy
+    cascade: Cascade | None = None
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None

@@ -9,10 +9,11 @@ from typing import Literal
 
 from ..errors import UsageError
 
-DraftKind = Literal["model", "ngram", "none"]
+DraftKind = Literal["auto", "model", "suffix", "recycling", "ngram", "none"]
 Rule = Literal["greedy", "coupled", "rejection", "block"]
 
-DRAFTS = ("model", "ngram", "none")
+DRAFTS = ("auto", "model", "suffix", "recycling", "ngram", "none")
+MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
 RULES = ("auto", "greedy", "coupled", "rejection", "block")
 MAX_DRAFT_LENGTH = 16
 
@@ -32,9 +33,12 @@ _INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k")
 class Settings:
     """How one request is sampled and drafted. Out-of-range values raise UsageError naming field and range.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``draft_length`` is a number of tokens a round
-    (0..16) or ``auto``. ``rule`` ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft
-    is deterministic, else block. With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length.
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``draft`` says who proposes: the draft model; text
+    that repeats (``ngram``: in the answer and its prompt; ``suffix``: in earlier requests too); ``recycling``, what
+    the target found likeliest after each token; nobody (``none``); or, with ``auto``, the most promising of model,
+    suffix and recycling, each round. ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule``
+    ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft is deterministic, else block.
+    With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length of ``model`` or ``ngram``.
     """
 
     max_new_tokens: int = 128
@@ -78,7 +82,7 @@ class Settings:
             return "greedy"
         if self.rule != "auto":
             return self.rule
-        return "coupled" if self.seed is not None or self.draft != "model" else "block"
+        return "coupled" if self.seed is not None or self.draft not in MODEL_DRAFTS else "block"
 
     def _check_names(self) -> None:
         if self.draft not in DRAFTS:

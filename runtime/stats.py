@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 PHASES = ("prefill", "draft", "target", "verify", "host")
+_SHARED = ("rounds", "drafted", "tested", "accepted")
 
 
 @dataclass(slots=True)
@@ -17,6 +18,8 @@ class Stats:
     A drafted token is *tested* when the rule looked at it: tokens after the first rejection are not. ``tokens`` are
     the committed new ones. ``seconds`` are this request's share (a round's time divided by the rows it served), so
     that the sum over a batch is its wall time. Time the caller spends between events is not counted.
+    ``by_drafter`` has the first four counters for each name that proposed (model, suffix, ...); rounds without a
+    draft are those of ``none``.
     """
 
     rounds: int = 0
@@ -24,17 +27,18 @@ class Stats:
     tested: int = 0
     accepted: int = 0
     tokens: int = 0
+    by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
     tested_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def record(self, *, drafted: int, tested: int, accepted: int, tokens: int) -> None:
-        """Count one round. ``tokens`` is what was committed after every cut."""
-        self.rounds += 1
-        self.drafted += drafted
-        self.tested += tested
-        self.accepted += accepted
+    def record(self, *, drafted: int, tested: int, accepted: int, tokens: int, by: str = "model") -> None:
+        """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut."""
         self.tokens += tokens
+        share = self.by_drafter.setdefault(by, dict.fromkeys(_SHARED, 0))
+        for name, count in zip(_SHARED, (1, drafted, tested, accepted), strict=True):
+            share[name] += count
+            setattr(self, name, getattr(self, name) + count)
         for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for position in range(reached):

@@ -21,6 +21,7 @@ STATS = (
     "accepted",
     "acceptance_rate",
     "accepted_per_position",
+    "by_drafter",
     "tokens_per_round",
     "tokens_per_second",
     "seconds",
@@ -107,8 +108,18 @@ def summarise(result: Result) -> None:
     parts = [
         f"{stats.tokens} tokens in {stats.total_seconds:.2f} s, {stats.tokens_per_second:.0f} a second",
         f"{stats.tokens_per_round:.2f} a round",
-        f"draft {result.draft}: {stats.accepted} of {stats.tested} accepted" if stats.tested else "no draft",
+        f"draft {result.draft}: {stats.accepted} of {stats.tested} accepted{shares(result)}"
+        if stats.tested
+        else "no draft",
         f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
         f"stopped by {result.finish_reason}",
     ]
     click.echo("; ".join(parts), err=True)
+
+
+def shares(result: Result) -> str:
+    """Which drafter the accepted tokens came from, where there was a choice."""
+    if result.draft != "auto":
+        return ""
+    counts = sorted(((counts["accepted"], name) for name, counts in result.stats.by_drafter.items()), reverse=True)
+    return f" ({', '.join(f'{name} {accepted}' for accepted, name in counts if accepted)})"

@@ -1,9 +1,12 @@
-"""Cut the benchmark prompts out of the held-out files: ten each of four kinds, from a line to a page long.
+"""Cut the benchmark prompts out of the held-out files: two sets of four kinds, from a line to a page long.
 
     python -m leadout.scripts.make_prompts > benchmarks/prompts.jsonl
+    python -m leadout.scripts.make_prompts --kinds > benchmarks/kinds.jsonl
 
 ``completion`` stops after the head of a function, ``prose`` inside a docstring, ``table`` inside a literal, and
-``edit`` gives a function whole and begins to write it again.
+``edit`` gives a function whole and begins to write it again. ``--kinds`` takes twelve of each from the other end of
+the list of files, and its ``edit`` is one in earnest: the second copy has the function and an argument renamed, and
+is written down to the middle.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +23,7 @@ import click
 
 HELD_OUT = Path(__file__).with_name("held_out.txt")
 
-PER_KIND = 10
+PER_KIND, PER_KIND_AGAIN = 10, 12
 LENGTHS = (80, 200, 500, 1000, 1600)  # characters of text before the cut, in turn
 
 Cut = tuple[int, int]  # the first line of the construct and the line before which the prompt ends, from zero
@@ -78,13 +82,40 @@ def prompts(kind: str, texts: dict[str, str]) -> Iterator[dict[str, str]]:
             yield {"kind": kind, "file": name, "prompt": before[start:]}
 
 
+def renamed(text: str) -> Iterator[tuple[int, str]]:
+    """For every function of ``text`` that lends itself: its first line, and the prompt that begins to edit it."""
+    lines = text.splitlines(keepends=True)
+    for f in functions(ast.parse(text)):
+        body = lines[f.lineno - 1 : f.end_lineno]
+        arguments = [arg.arg for arg in f.args.args if arg.arg not in ("self", "cls")]
+        if not arguments or len(body) > 40:
+            continue
+        pattern = re.compile(rf"\b{arguments[0]}\b")
+        copy = [pattern.sub(f"new_{arguments[0]}", line).replace(f"def {f.name}(", f"def {f.name}_2(") for line in body]
+        half = len(body) // 2
+        if pattern.search("".join(body[1:half])) and pattern.search("".join(body[half:])):
+            yield f.lineno - 1, "".join([*body, "\n", *copy[:half]])
+
+
+def edits(texts: dict[str, str]) -> Iterator[dict[str, str]]:
+    """One prompt a file: the function nearest to the file's middle, and the first half of its edited copy."""
+    for name, text in texts.items():
+        middle = text.count("\n") // 2
+        found = sorted(renamed(text), key=lambda each, middle=middle: abs(each[0] - middle))  # type: ignore[misc]
+        if found:
+            yield {"kind": "edit", "file": name, "prompt": found[0][1]}
+
+
 @click.command()
-def main() -> None:
+@click.option("--kinds", "again", is_flag=True, help="The second set.")
+def main(again: bool) -> None:
     """Print the prompts, one JSON object a line."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts = {name: (root / name).read_text(encoding="utf-8") for name in HELD_OUT.read_text(encoding="utf-8").split()}
+    names = HELD_OUT.read_text(encoding="utf-8").split()
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in (reversed(names) if again else names)}
     for kind in KINDS:
-        for prompt in itertools.islice(prompts(kind, texts), PER_KIND):
+        made = edits(texts) if again and kind == "edit" else prompts(kind, texts)
+        for prompt in itertools.islice(made, PER_KIND_AGAIN if again else PER_KIND):
             click.echo(json.dumps(prompt))
 
 

@@ -52,7 +52,13 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
     ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
     ("--seed", {"type": int, "metavar": "S", "help": "Repeat a text exactly."}),
-    ("--draft", {"type": click.Choice(("model", "ngram", "none")), "help": "Who proposes. [default: model, if any]"}),
+    (
+        "--draft",
+        {
+            "type": click.Choice(("auto", "model", "suffix", "recycling", "ngram", "none")),
+            "help": "Who proposes; auto: the most promising, each round. [default: model, if any]",
+        },
+    ),
     (
         "--draft-length",
         {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},

@@ -1,0 +1,129 @@
+"""Decides who drafts: per row and round, whoever promises the most tokens per second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..engines.base import Logits
+from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
+from .policy import AutoLength, Costs
+from .recycling import RecyclingDrafter, Successors
+from .settings import MAX_DRAFT_LENGTH, Settings
+from .suffix import EarlierTexts, OwnText, SuffixPool
+
+_FLOOR = 0.02  # no guess goes on once this little of it is expected to be reached
+
+
+class Plan(NamedTuple):
+    """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them."""
+
+    by: str = "none"
+    tokens: Sequence[int] = ()
+    length: int = 0
+
+
+@dataclass(slots=True)
+class Commons:
+    """What the free drafters of all rows and requests share: texts, successors, and how good their guesses were."""
+
+    pool: SuffixPool = field(default_factory=SuffixPool)
+    successors: Successors = field(default_factory=Successors)
+    records: dict[str, Calibration] = field(default_factory=dict)
+
+    def drafters(self, kind: str) -> list[Calibrated]:
+        """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
+        is preferred."""
+        made: list[FreeDrafter] = []
+        if kind == "ngram":
+            made.append(NgramDrafter())
+        if kind in ("suffix", "auto"):
+            made += [OwnText(), EarlierTexts(self.pool)]
+        if kind in ("recycling", "auto"):
+            made.append(RecyclingDrafter(self.successors))
+        return [Calibrated(each, self._record(each)) for each in made]
+
+    def _record(self, drafter: FreeDrafter) -> Calibration:
+        return self.records.setdefault(type(drafter).__name__, Calibration(drafter.prior))
+
+
+class Cascade:
+    """The choice of one row among free drafters and, perhaps, the draft model.
+
+    Free drafters guess and are scored every round, also while another proposes: the committed text says how many of
+    their tokens would have been accepted. Each is worth its expected tokens, 1 + the sum of its survivals, over the
+    seconds of the step that verifies them; the draft model is worth what its policy expects. Guesses and choice come
+    from past rounds alone, never from what the draft model is about to propose: so every rule stays exact.
+    """
+
+    def __init__(
+        self, settings: Settings, commons: Commons, costs: Costs, model: AutoLength | None, *, narrowest: int = 1
+    ) -> None:
+        """``model`` estimates the draft model (None: it is not to be asked); ``narrowest`` is the least width the
+        target steps with."""
+        self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
+        self._commons, self._costs, self._model, self._narrowest = commons, costs, model, narrowest
+        self._drafters = commons.drafters(settings.draft)
+
+    def take(self, prompt: Sequence[int]) -> None:
+        """Take the prompt in before the first round."""
+        for each in self._drafters:
+            each.drafter.take(prompt)
+
+    def choose(self, tokens: Sequence[int], limit: int, model_limit: int, rows: int) -> Plan:
+        """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
+        model's, when ``rows`` rows share a step."""
+        limit = max(0, min(limit, MAX_DRAFT_LENGTH))
+        wanted = self._wanted(limit)
+        longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
+        for each in self._drafters:
+            each.look(tokens, longest, floor)
+        free, speed = self._best_guess(rows, whole=wanted is not None)
+        length, promised = self._from_model(min(limit, model_limit), rows)
+        return Plan("model", length=length) if length and promised > speed else free
+
+    def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits) -> None:
+        """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``."""
+        for each in self._drafters:
+            each.score(new)
+        if self._kind in ("recycling", "auto"):
+            self._commons.successors.record_round(fed, new, logits)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """The row ended with ``tokens``: later requests may draft from them."""
+        if self._kind in ("suffix", "auto"):
+            self._commons.pool.add(tokens)
+
+    def _wanted(self, limit: int) -> int | None:
+        """The one length that matters: a fixed one, or what the start-up measurement asks of a row without a model."""
+        if self._fixed is not None or self._model is not None:
+            return self._fixed
+        return self._costs.first_length(limit)
+
+    def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
+        """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
+        of any worth before none). While nothing is measured, every step takes a second."""
+        steps = self._costs.target(rows)
+        plan, best = Plan(), 0.0 if whole else 1.0 / (steps[self._narrowest] if steps else 1.0)
+        for each in self._drafters:
+            tokens = 1.0
+            for length, survival in enumerate(each.guess.survivals, start=1):
+                tokens += survival
+                speed = tokens / (steps[max(length + 1, self._narrowest)] if steps else 1.0)
+                if speed > best and (not whole or length == len(each.guess.tokens)):
+                    plan, best = Plan(each.drafter.name, each.guess.tokens[:length]), speed
+        return plan, best
+
+    def _from_model(self, limit: int, rows: int) -> tuple[int, float]:
+        """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
+        where its policy wants to measure, or to try again after a rest."""
+        if self._model is None or limit <= 0:
+            return 0, 0.0
+        if self._fixed is not None:
+            length = min(self._fixed, limit)
+            return length, self._model.speeds(rows)[length]
+        measuring = self._costs.first_length(limit) is not None
+        length, speeds = self._model.length(limit, rows), self._model.speeds(rows)
+        return length, math.inf if measuring or speeds[length] <= speeds[0] else speeds[length]

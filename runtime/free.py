@@ -1,0 +1,129 @@
+"""Decides what free drafters have in common: they guess from text that is already there, at no model's cost, and each
+guess says how strong the evidence behind it is, so that its chance can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Protocol
+
+Step = tuple[int, int]  # a guessed token and the class of the evidence for it
+
+_PRIOR_WEIGHT = 8.0  # guesses' worth of belief in the prior
+_DECAY = 0.98  # per guess of a class: about the last hundred count
+
+
+class FreeDrafter(Protocol):
+    """Continues one row's text. ``prior`` is the chance, before anything is counted, that a guess with evidence of
+    each class is right when all before it were."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def prior(self) -> tuple[float, ...]: ...
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """The row's text is now ``tokens``, which begins with what it was before."""
+        ...
+
+    def steps(self) -> Iterator[Step]:
+        """What comes next, token by token, for as long as anything is known. Changes nothing."""
+        ...
+
+
+class Calibration:
+    """How often guesses of each class of evidence were right: a Beta mean, shrunk to the prior."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = tuple(prior)
+        self._right, self._tested = [0.0] * len(prior), [0.0] * len(prior)
+        self.rates = list(prior)
+
+    def record(self, evidence: int, right: bool) -> None:
+        """Count one guess that was reached."""
+        self._right[evidence] = _DECAY * self._right[evidence] + right
+        self._tested[evidence] = _DECAY * self._tested[evidence] + 1.0
+        right_ones = self._right[evidence] + _PRIOR_WEIGHT * self._prior[evidence]
+        self.rates[evidence] = right_ones / (self._tested[evidence] + _PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class Guess:
+    """A free drafter's continuation. ``survivals[i]`` is the estimated chance that the first i + 1 tokens are all
+    accepted: their sum is the expected number of accepted tokens (2411.04975, section 4)."""
+
+    tokens: list[int] = field(default_factory=list)
+    evidence: list[int] = field(default_factory=list)
+    survivals: list[float] = field(default_factory=list)
+
+
+class Calibrated:
+    """A free drafter of one row with its record, kept on every round whether it proposes or not: text that was
+    committed says what would have been accepted. ``shared`` is the record of all rows, from which a row's starts."""
+
+    def __init__(self, drafter: FreeDrafter, shared: Calibration) -> None:
+        self.drafter = drafter
+        self.guess = Guess()
+        self._shared, self._own = shared, Calibration(shared.rates)
+
+    def look(self, tokens: Sequence[int], longest: int, floor: float) -> Guess:
+        """Take the text in and guess up to ``longest`` tokens, none after the survival is below ``floor``."""
+        self.drafter.take(tokens)
+        self.guess, survival, rates = Guess(), 1.0, self._own.rates
+        for token, evidence in islice(self.drafter.steps(), longest):
+            survival *= rates[evidence]
+            self.guess.tokens.append(token)
+            self.guess.evidence.append(evidence)
+            self.guess.survivals.append(survival)
+            if survival < floor:
+                break
+        return self.guess
+
+    def score(self, committed: Sequence[int]) -> int:
+        """Count the last guess against what was ``committed`` after it, up to the first miss; how many were right.
+
+        Guesses beyond the committed tokens are not counted: nobody knows.
+        """
+        right = 0
+        for guessed, evidence, token in zip(self.guess.tokens, self.guess.evidence, committed, strict=False):
+            self._own.record(evidence, guessed == token)
+            self._shared.record(evidence, guessed == token)
+            if guessed != token:
+                break
+            right += 1
+        return right
+
+
+class NgramDrafter:
+    """Prompt lookup (Saxena 2023): finds the latest earlier place where the last n tokens (n = 4, 3, 2, 1) stood, and
+    proposes what followed there; past the end of the text the copy goes on into itself, so that a period repeats.
+
+    A guess's class is the length of the match before it, the copied tokens included, up to 8.
+    """
+
+    name = "ngram"
+    prior = (0.25, 0.5, 0.65, 0.7, 0.7, 0.75, 0.75, 0.8)  # counted as those of suffix.py
+    LONGEST = 4
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        self._tokens: Sequence[int] = ()
+        self._indexed = 0
+
+    def take(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        for end in range(self._indexed, len(tokens) - 1):  # the last token has no successor yet
+            for n in range(1, min(self.LONGEST, end + 1) + 1):
+                self._after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
+        self._indexed = len(tokens) - 1
+
+    def steps(self) -> Iterator[Step]:
+        tokens = self._tokens
+        for n in range(min(self.LONGEST, len(tokens)), 0, -1):
+            if (source := self._after.get(tuple(tokens[-n:]))) is not None:
+                period = len(tokens) - source
+                for i in count():
+                    yield tokens[source + i % period], min(n + i, len(self.prior)) - 1
+                return
