@@ -72,16 +72,16 @@ class Cascade:
         for each in self._drafters:
             each.drafter.take(prompt)
 
-    def choose(self, tokens: Sequence[int], limit: int, model_limit: int, rows: int) -> Plan:
+    def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
-        model's, when ``rows`` rows share a step."""
+        model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
         wanted = self._wanted(limit)
         longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
         for each in self._drafters:
             each.look(tokens, longest, floor)
         free, speed = self._best_guess(rows, whole=wanted is not None)
-        length, promised = self._from_model(min(limit, model_limit), rows)
+        length, promised = self._from_model(min(limit, model_limit), allotted, rows)
         return Plan("model", length=length) if length and promised > speed else free
 
     def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits) -> None:
@@ -116,7 +116,7 @@ class Cascade:
                     plan, best = Plan(each.drafter.name, each.guess.tokens[:length]), speed
         return plan, best
 
-    def _from_model(self, limit: int, rows: int) -> tuple[int, float]:
+    def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:
         """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
         where its policy wants to measure, or to try again after a rest."""
         if self._model is None or limit <= 0:
@@ -125,5 +125,5 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speeds(rows)[length]
         measuring = self._costs.first_length(limit) is not None
-        length, speeds = self._model.length(limit, rows), self._model.speeds(rows)
-        return length, math.inf if measuring or speeds[length] <= speeds[0] else speeds[length]
+        speeds = self._model.speeds(rows)
+        return allotted, math.inf if measuring or speeds[allotted] <= speeds[0] else speeds[allotted]

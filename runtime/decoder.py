@@ -15,9 +15,10 @@ from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
 from .cascade import Cascade, Commons, Plan
+from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
-from .policy import AutoLength, Costs, FixedLength, Policy
+from .policy import AutoLength, FixedLength, Pace, Policy, Rest
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Rule, Settings
@@ -53,7 +54,8 @@ class Decoder:
         self._model: Drafter | None = None
         if draft is not None:
             self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
-        self._costs, self._commons = Costs(), Commons()
+        self.costs, self._commons = Costs(), Commons()
+        self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
 
@@ -133,16 +135,17 @@ class Decoder:
             return FixedLength(0)
         if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
-        return AutoLength(self._costs, self._target.narrowest)
+        return AutoLength(self._pace)
 
     def _cascade(self, settings: Settings, policy: Policy) -> Cascade | None:
         if settings.draft in ("model", "none"):
             return None
         model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self._costs, model, narrowest=self._target.narrowest)
+        return Cascade(settings, self._commons, self.costs, model, narrowest=self._target.narrowest)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1
+        self._pace.rest = Rest()
         clock = Clock(self._epoch)
         if rows:
             self._target.engine.reset(len(rows))
@@ -162,29 +165,35 @@ class Decoder:
     def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
-        plans = [self._plan(row, len(rows)) for row in rows]
+        plans = self._plan(rows)
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths)
-            self._costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
-    def _plan(self, row: Row, rows: int) -> Plan:
-        limit = row.sequence.room - 1
-        by_model = min(limit, self._drafting.room(row)) if self._drafting is not None else 0
-        if row.cascade is None:
-            return Plan("model", length=row.policy.length(by_model, rows))
-        return row.cascade.choose(row.sequence.tokens, limit, by_model, rows)
+    def _plan(self, rows: list[Row]) -> list[Plan]:
+        self._pace.rest.tick()
+        limits = [row.sequence.room - 1 for row in rows]
+        rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
+        of_model = [min(each) for each in zip(limits, rooms, strict=True)]
+        lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
+        return [
+            Plan("model", length=length)
+            if row.cascade is None
+            else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
+            for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
+        ]
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
         width = max(self._target.narrowest, *map(len, pieces))
-        self._costs.record_target(len(rows), width, clock.lap("target"))
+        self.costs.record_target(len(rows), width, clock.lap("target"))
         return logits
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
@@ -228,7 +237,7 @@ class Decoder:
                     if self._drafting is not None:
                         self._drafting.move(len(live), place)
                     live[place] = last
-        clock.charge([row.stats for row in rows])
+        self.costs.record_host(len(rows), clock.charge([row.stats for row in rows]))
         return live
 
 

@@ -2,151 +2,171 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from typing import Protocol
+from collections.abc import Sequence
 
-import numpy as np
-
+from .costs import Costs
 from .settings import MAX_DRAFT_LENGTH
 
-_PRIOR_ACCEPTANCE = 0.7
-_PRIOR_WEIGHT = 4.0  # rounds' worth of belief in the prior, and in the pooled rate at each position
-_DECAY = 0.95  # per round: about the last 40 rounds count
-_FIRST_LENGTHS = (4, 8, 2, 1)  # the start-up measurement: each twice, and each still writes text
-_SAMPLES = 2
+_FIRST_ACCEPTANCE = 0.7
+_PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
+_ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _FIRST_REST, _LONGEST_REST = 16, 256
 _PROBE_LENGTH = 2
-_WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
-_DRAFT = 0  # stands for the draft among the widths
 
 
-class Policy(Protocol):
-    """How long a draft one request should get."""
-
-    def length(self, limit: int, rows: int) -> int:
-        """Drafts for the next round, 0..limit, when ``rows`` rows share a step."""
-        ...
-
-    def observe(self, tested: int, accepted: int) -> None:
-        """What the last round's verdict was (both 0 if nothing was drafted)."""
-        ...
-
-
-class Costs:
-    """Measured seconds on this device, shared by all requests: a step of the target by rows and width, and one step
-    of the draft by rows. The middle of the last few, because first calls at a new shape are slow. What is not known
-    for a number of rows is taken from the nearest number that was measured."""
+class Rest:
+    """The off switch, shared by all rows of a decoder because they share its steps. When drafting does not pay it
+    rests for 16 rounds, then is tried once; each failed try doubles the rest, up to 256 rounds."""
 
     def __init__(self) -> None:
-        self._recent: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=7))
-        self._target: dict[int, dict[int, float]] = defaultdict(dict)
-        self._draft: dict[int, float] = {}
-        self._samples: Counter[int] = Counter()
+        self._left, self._next = 0, _FIRST_REST
 
-    def record_target(self, rows: int, width: int, seconds: float) -> None:
-        self._target[rows][width] = self._middle(rows, width, seconds)
-        self._samples[width] += 1
+    def tick(self) -> None:
+        """A round begins."""
+        self._left = max(0, self._left - 1)
 
-    def record_draft(self, rows: int, steps: int, seconds: float) -> None:
-        if steps:
-            self._draft[rows] = self._middle(rows, _DRAFT, seconds / steps)
+    @property
+    def resting(self) -> bool:
+        return self._left > 1
 
-    def target(self, rows: int) -> list[float] | None:
-        """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them the
-        nearest, and never more than a wider step costs (a width that was last measured in a bad moment would else
-        be avoided for good). None while nothing was measured."""
-        if not self._target:
-            return None
-        known = self._target[min(self._target, key=lambda r: (abs(r - rows), r))]
-        widths = sorted(known)
-        table = np.interp(_WIDTHS, widths, [known[width] for width in widths])
-        monotone: list[float] = np.minimum.accumulate(table[::-1])[::-1].tolist()
-        return monotone
+    @property
+    def trying(self) -> bool:
+        return self._left == 1
 
-    def draft(self, rows: int) -> float:
-        """Seconds of one step of the draft; 0 while it was never measured."""
-        return self._draft[min(self._draft, key=lambda r: (abs(r - rows), r))] if self._draft else 0.0
+    def begin(self) -> None:
+        """Drafting does not pay now."""
+        self._left, self._next = self._next + 1, min(2 * self._next, _LONGEST_REST)
 
-    def first_length(self, limit: int) -> int | None:
-        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done."""
-        return next((k for k in _FIRST_LENGTHS if k <= limit and self._samples[k + 1] < _SAMPLES), None)
+    def end(self) -> None:
+        """Drafting pays."""
+        self._next = _FIRST_REST
 
-    def _middle(self, rows: int, width: int, seconds: float) -> float:
-        recent = self._recent[rows, width]
-        recent.append(seconds)
-        return sorted(recent)[(len(recent) - 1) // 2]
+
+class Acceptance:
+    """How often drafts are accepted at each position once they are reached, over the last rounds.
+
+    Only rounds that reached a position count there: what stands behind the first rejection is censored, not rejected.
+    Each position is shrunk to what stood in ``before`` when this began, scaled to the rate of all positions.
+    """
+
+    def __init__(self, decay: float, before: Acceptance | None = None) -> None:
+        self._decay = decay
+        self._rate_before = before.rate() if before else _FIRST_ACCEPTANCE
+        self._before = before.at_positions() if before else [_FIRST_ACCEPTANCE] * MAX_DRAFT_LENGTH
+        self._tested = [0.0] * MAX_DRAFT_LENGTH
+        self._accepted = [0.0] * MAX_DRAFT_LENGTH
+
+    def observe(self, tested: int, accepted: int) -> None:
+        decay = self._decay
+        self._tested = [decay * n + (position < tested) for position, n in enumerate(self._tested)]
+        self._accepted = [decay * n + (position < accepted) for position, n in enumerate(self._accepted)]
+
+    def rate(self) -> float:
+        """Over all positions."""
+        return (_PRIOR_WEIGHT * self._rate_before + sum(self._accepted)) / (_PRIOR_WEIGHT + sum(self._tested))
+
+    def at_positions(self) -> list[float]:
+        """At each of the 16 positions."""
+        weight = _PRIOR_WEIGHT * self.rate() / self._rate_before
+        return [
+            min(1.0, (weight * before + accepted) / (_PRIOR_WEIGHT + tested))
+            for before, accepted, tested in zip(self._before, self._accepted, self._tested, strict=True)
+        ]
+
+
+class Pace:
+    """What all requests of a decoder share about the draft model: costs, acceptance so far, and the off switch."""
+
+    def __init__(self, costs: Costs, narrowest: int = 1) -> None:
+        """``narrowest`` is the least width the target steps with."""
+        self.costs, self.narrowest = costs, narrowest
+        self.acceptance = Acceptance(_LASTING_DECAY)
+        self.rest = Rest()
+
+    def seconds(self, rows: int) -> list[float]:
+        """Expected seconds of a round with drafts of 0..16 (one each while nothing is measured)."""
+        if (steps := self.costs.target(rows)) is None:
+            return [1.0] * (MAX_DRAFT_LENGTH + 1)
+        host, draft = self.costs.host(rows), self.costs.draft(rows)
+        widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
+        return [host + length * draft + steps[width] for length, width in enumerate(widths)]
+
+    def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
+        """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
+
+        A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
+        (expected seconds).
+        """
+        requests = zip(policies, limits, strict=True)
+        auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
+        joint = self._joint(auto, rows) if auto else 0
+        wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
+        return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
+
+    def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
+        longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
+        if longest <= 0 or self.rest.resting:
+            return 0
+        if (first := self.costs.first_length(longest)) is not None:
+            return first
+        if self.rest.trying:
+            return _PROBE_LENGTH
+        seconds = self.seconds(rows)
+        speeds = [
+            sum(policy.tokens[max(0, min(length, limit))] for policy, limit in requests) / seconds[length]
+            for length in range(longest + 1)
+        ]
+        best = speeds.index(max(speeds))
+        if best:
+            self.rest.end()
+        else:
+            self.rest.begin()
+        return best
 
 
 class FixedLength:
     """Always the same length."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def length(self, limit: int, rows: int) -> int:
-        return max(0, min(self._length, limit))
+    def __init__(self, fixed: int) -> None:
+        self.fixed = fixed
 
     def observe(self, tested: int, accepted: int) -> None:
-        pass
+        """Changes nothing."""
 
 
 class AutoLength:
-    """argmax over K of (expected tokens) / (expected seconds), with an off switch that can come back.
+    """What one request's rounds say about its drafts; how long they get is its Pace's to say.
 
-    Expected tokens are 1 + sum of survivals (Leviathan et al. 2211.17192, section 3.1, without assuming that
-    positions are alike). Acceptance at a position counts only rounds that reached it: what stands behind the first
-    rejection is censored, not rejected. When K = 0 wins, drafting rests for 16 rounds, then tries once; each failed
-    try doubles the rest, up to 256 rounds.
+    Expected tokens are 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1, without assuming that
+    positions are alike).
     """
 
-    def __init__(self, costs: Costs, narrowest: int = 1, *, free: bool = False) -> None:
-        """``narrowest`` is the least width the target steps with; ``free``: the draft costs no model step."""
-        self._costs, self._narrowest, self._free = costs, narrowest, free
-        self._tested = [0.0] * MAX_DRAFT_LENGTH
-        self._accepted = [0.0] * MAX_DRAFT_LENGTH
-        self._resting, self._rest = 0, _FIRST_REST
-
-    def length(self, limit: int, rows: int) -> int:
-        limit = max(0, min(limit, MAX_DRAFT_LENGTH))
-        if limit == 0:
-            return 0
-        if (first := self._costs.first_length(limit)) is not None:
-            return first
-        if self._resting:
-            self._resting -= 1
-            return min(_PROBE_LENGTH, limit) if self._resting == 0 else 0
-        speeds = self.speeds(rows)[: limit + 1]
-        best = speeds.index(max(speeds))
-        if best == 0:
-            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
-        else:
-            self._rest = _FIRST_REST
-        return best
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
+        self._tokens: list[float] | None = None
 
     def observe(self, tested: int, accepted: int) -> None:
-        if not tested:
-            return
-        for position in range(MAX_DRAFT_LENGTH):
-            self._tested[position] = _DECAY * self._tested[position] + (position < tested)
-            self._accepted[position] = _DECAY * self._accepted[position] + (position < accepted)
+        """What the last round's verdict was (both 0 if nothing was drafted)."""
+        if tested:
+            self._acceptance.observe(tested, accepted)
+            self._pace.acceptance.observe(tested, accepted)
+            self._tokens = None
 
-    def acceptances(self) -> list[float]:
-        """At each position, the estimated probability that a draft is accepted once it is reached: a Beta mean,
-        shrunk to the rate of all positions, which is itself shrunk to 0.7."""
-        pooled = (_PRIOR_WEIGHT * _PRIOR_ACCEPTANCE + sum(self._accepted)) / (_PRIOR_WEIGHT + sum(self._tested))
-        return [
-            (_PRIOR_WEIGHT * pooled + accepted) / (_PRIOR_WEIGHT + tested)
-            for accepted, tested in zip(self._accepted, self._tested, strict=True)
-        ]
+    @property
+    def tokens(self) -> list[float]:
+        """Expected tokens of a round with drafts of 0..16."""
+        if self._tokens is None:
+            tokens, survival = [1.0], 1.0
+            for acceptance in self._acceptance.at_positions():
+                survival *= acceptance
+                tokens.append(tokens[-1] + survival)
+            self._tokens = tokens
+        return self._tokens
 
     def speeds(self, rows: int) -> list[float]:
         """Expected tokens per expected second with drafts of 0..16 (tokens a round while nothing is measured)."""
-        steps = self._costs.target(rows)
-        drafting = 0.0 if self._free else self._costs.draft(rows)
-        tokens, survival, speeds = 1.0, 1.0, []
-        for length, acceptance in enumerate([*self.acceptances(), 0.0]):
-            seconds = length * drafting + steps[max(length + 1, self._narrowest)] if steps else 1.0
-            speeds.append(tokens / seconds)
-            survival *= acceptance
-            tokens += survival
-        return speeds
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self._pace.seconds(rows), strict=True)]
+
+
+Policy = FixedLength | AutoLength

@@ -96,13 +96,16 @@ class Clock:
         self._spent[phase] += seconds
         return seconds
 
-    def charge(self, shares: Sequence[Stats]) -> None:
-        """Give what was spent, in equal parts; the rest of the round is the host's."""
+    def charge(self, shares: Sequence[Stats]) -> float:
+        """Give what was spent, in equal parts; the rest of the round is the host's. Returns the seconds of the round
+        that no model ran."""
         self.lap("host")
         for stats in shares:
             for phase, seconds in self._spent.items():
                 stats.seconds[phase] += seconds / len(shares)
+        outside = self._spent["verify"] + self._spent["host"]
         self._spent = dict.fromkeys(PHASES, 0.0)
+        return outside
 
     def resume(self) -> None:
         """Forget the time the caller spent between rounds."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from leadout.runtime.policy import AutoLength, Costs, FixedLength
+from leadout.runtime.costs import Costs
+from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 
 
@@ -19,13 +20,22 @@ def costs(*, per_draft, per_token=0.02, rows=1):
 
 
 def trained(acceptance, table, *, rounds=400, seed=0, **options):
-    """A policy that has seen ``rounds`` rounds with independent acceptance."""
-    policy, rng = AutoLength(table, **options), np.random.default_rng(seed)
+    """A request and its pace after ``rounds`` rounds with independent acceptance."""
+    pace, rng = Pace(table, **options), np.random.default_rng(seed)
+    policy = AutoLength(pace)
     for _ in range(rounds):
-        length = policy.length(MAX_DRAFT_LENGTH, 1)
+        length = next_length(pace, policy)
         accepted = next((i for i in range(length) if rng.random() >= acceptance), length)
         policy.observe(min(accepted + 1, length), accepted)
-    return policy
+    return pace, policy
+
+
+def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
+    """The length of a new round, the same for all requests."""
+    pace.rest.tick()
+    lengths = pace.lengths(policies, [limit] * len(policies), len(policies))
+    assert len(set(lengths)) == 1
+    return lengths[0]
 
 
 # Optimal lengths for independent acceptance at a marginal cost d a token (draft + verify), from the closed form.
@@ -34,51 +44,82 @@ def trained(acceptance, table, *, rounds=400, seed=0, **options):
     [(0.5, 0.03, 3), (0.7, 0.08, 4), (0.8, 0.08, 6), (0.8, 0.28, 3), (0.9, 0.28, 5)],
 )
 def test_lengths_come_close_to_the_optimum(acceptance, per_draft, best):
-    policy = trained(acceptance, costs(per_draft=per_draft))
-    lengths = [policy.length(MAX_DRAFT_LENGTH, 1) for _ in range(5)]
+    pace, policy = trained(acceptance, costs(per_draft=per_draft))
+    lengths = [next_length(pace, policy) for _ in range(5)]
     speed = lambda k: (1 - acceptance ** (k + 1)) / (1 - acceptance) / (1 + k * (per_draft + 0.02))  # noqa: E731
     assert speed(lengths[-1]) > 0.95 * speed(best) and speed(best) == max(map(speed, range(17)))
 
 
 def test_an_expensive_useless_draft_is_switched_off_and_tried_ever_more_rarely():
-    policy = AutoLength(costs(per_draft=0.5))
-    lengths = []
+    pace = Pace(costs(per_draft=0.5))
+    policy, lengths = AutoLength(pace), []
     for _ in range(1000):
-        lengths.append(policy.length(MAX_DRAFT_LENGTH, 1))
+        lengths.append(next_length(pace, policy))
         policy.observe(min(lengths[-1], 1), 0)
     assert lengths[-1] == 0 and sum(length > 0 for length in lengths[100:]) <= 5
     assert max(lengths[20:]) <= 2
 
 
 def test_a_draft_that_becomes_good_is_switched_on_again():
-    policy = AutoLength(costs(per_draft=0.2))
+    pace = Pace(costs(per_draft=0.2))
+    policy = AutoLength(pace)
     for _ in range(100):
-        policy.observe(min(policy.length(16, 1), 1), 0)
+        policy.observe(min(next_length(pace, policy), 1), 0)
     later = []
     for _ in range(900):
-        later.append(policy.length(16, 1))
+        later.append(next_length(pace, policy))
         policy.observe(later[-1], later[-1])
     assert 0 in later[:50] and min(later[-100:]) >= 4
 
 
-def test_censored_positions_are_not_counted_as_rejected():
-    policy = AutoLength(costs(per_draft=0.1))
+def test_rows_that_share_a_step_rest_and_try_together():
+    pace = Pace(costs(per_draft=0.5, rows=2))
+    policies, lengths = [AutoLength(pace), AutoLength(pace)], []
     for _ in range(200):
-        policy.observe(1, 0)  # the first is always refused: nothing is known of the second
-    assert policy.acceptances()[0] < 0.05
-    lucky = AutoLength(costs(per_draft=0.1))
+        lengths.append(next_length(pace, *policies))
+        for policy in policies:
+            policy.observe(min(lengths[-1], 1), 0)
+    assert sum(length > 0 for length in lengths[40:]) <= 4, "one try for both, not one each"
+
+
+def test_one_length_serves_the_rows_of_a_step():
+    table = costs(per_draft=0.08, rows=2)
+    (pace, good), poor = trained(0.9, table), AutoLength(Pace(table))
+    for _ in range(60):
+        poor.observe(1, 0)
+    alone = pace.lengths([good], [16], 2)[0]
+    both = pace.lengths([good, poor], [16, 16], 2)
+    assert both[0] == both[1] and 0 < both[0] <= alone
+    assert pace.lengths([good, good], [16, 2], 2)[1] == 2 and pace.lengths([FixedLength(3), good], [16, 16], 2)[0] == 3
+
+
+def test_a_new_request_starts_from_what_the_earlier_ones_showed():
+    pace, _ = trained(0.3, costs(per_draft=0.02))
+    fresh = AutoLength(pace)
+    assert fresh.tokens[1] - 1 == pytest.approx(0.3, abs=0.06)
+    for _ in range(30):
+        fresh.observe(4, 4)
+    assert fresh.tokens[1] - 1 > 0.85
+
+
+def test_censored_positions_are_not_counted_as_rejected():
+    refused = Acceptance(0.95)
+    for _ in range(200):
+        refused.observe(1, 0)  # the first is always refused: nothing is known of the second
+    assert refused.at_positions()[0] < 0.05
+    lucky = Acceptance(0.95)
     for i in range(200):
         lucky.observe(*((4, 4) if i % 2 else (1, 0)))
-    assert lucky.acceptances()[:2] == pytest.approx([0.5, 0.95], abs=0.1)
+    assert lucky.at_positions()[:2] == pytest.approx([0.5, 0.95], abs=0.1)
 
 
 def test_limits_hold_and_fixed_lengths_are_fixed():
-    table = Costs()
-    policy = AutoLength(table)
+    pace = Pace(Costs())
+    policy = AutoLength(pace)
     for limit in (-3, 0, 1, 5, 40):
         for _ in range(12):
-            assert 0 <= policy.length(limit, 1) <= min(max(limit, 0), MAX_DRAFT_LENGTH)
-    assert [FixedLength(4).length(limit, 1) for limit in (-1, 0, 2, 9)] == [0, 0, 2, 4]
+            assert 0 <= next_length(pace, policy, limit=limit) <= min(max(limit, 0), MAX_DRAFT_LENGTH)
+    assert [next_length(pace, FixedLength(4), limit=limit) for limit in (-1, 0, 2, 9)] == [0, 0, 2, 4]
 
 
 def test_costs_are_middles_and_between_widths_lines():
@@ -100,15 +141,17 @@ def test_the_start_up_measures_each_width_twice():
     while (length := table.first_length(16)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
-    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1]
+    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3]
     assert Costs().first_length(3) == 2 and Costs().first_length(0) is None
 
 
-def test_free_drafts_cost_only_their_verification_and_padding_is_priced():
-    table = costs(per_draft=10.0, per_token=0.3)
-    assert AutoLength(table).speeds(1)[2] < AutoLength(table, free=True).speeds(1)[2]
-    assert AutoLength(table, narrowest=2).speeds(1)[0] == pytest.approx(1 / 1.3)
-    assert AutoLength(table).speeds(1)[0] == pytest.approx(1.0)
+def test_a_round_pays_its_host_and_its_padding():
+    table = costs(per_draft=0.5, per_token=0.3)
+    assert Pace(table).seconds(1)[:3] == pytest.approx([1.0, 1.8, 2.6])
+    assert Pace(table, narrowest=2).seconds(1)[0] == pytest.approx(1.3)
+    table.record_host(1, 0.25)
+    assert Pace(table).seconds(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
+    assert Pace(Costs()).seconds(1) == [1.0] * (MAX_DRAFT_LENGTH + 1)
 
 
 def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
