@@ -28,6 +28,9 @@ from .quantize import quantize
 from .writing import aside, destination, write_manifest
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+# A draft's precision costs acceptance, never a token of the answer, and beside the target its weights come from memory
+# at every step: the fewest bytes win, unless the pair is made for a GPU.
+DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int4"}
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {"gqa": to_gqa, "nonpad": to_nonpad}
 Progress = Callable[[str], None]
@@ -49,11 +52,11 @@ def export_pair(
 ) -> Path:
     """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
 
-    An existing bundle at ``out`` is replaced, anything else there is refused. ``draft_precision`` is ``precision``
-    unless given. Raises UsageError, ExportError; then ``out`` is as it was.
+    An existing bundle at ``out`` is replaced, anything else there is refused. ``draft_precision`` is int4 unless
+    given, fp16 beside a target in fp16. Raises UsageError, ExportError; then ``out`` is as it was.
     """
     sources = {"target": str(target)} | ({} if draft is None else {"draft": str(draft)})
-    precisions = {"target": precision, "draft": draft_precision or precision}
+    precisions = {"target": precision, "draft": draft_precision or DRAFT_PRECISIONS.get(precision, precision)}
     for value in precisions.values():
         if value not in PRECISIONS:
             raise UsageError(f"precision '{value}' is unknown (one of: {', '.join(PRECISIONS)})")

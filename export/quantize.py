@@ -71,6 +71,13 @@ def rows_to_int4(rows: Array) -> tuple[Array, Array]:
     return packed, np.ascontiguousarray(scale[..., 0])
 
 
+def int4_to_rows(packed: Array, scale: Array, width: int) -> Array:
+    """What ``rows_to_int4`` stands for: fp32 [N, width]."""
+    levels = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], _BLOCK).astype(np.float32) - 8
+    rows: Array = (levels * scale[..., None]).reshape(len(packed), -1)[:, :width]
+    return rows
+
+
 def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value]) -> None:
     for n in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
         linear = _linear(n)

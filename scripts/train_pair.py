@@ -9,6 +9,7 @@ program; the files named in ``held_out.txt`` are never trained on and give every
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import platform
@@ -24,6 +25,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ..export.quantize import int4_to_rows, rows_to_int4
 
 SEED = 20261120
 VOCAB = 4096
@@ -43,7 +46,8 @@ class Recipe:
 
     A step sees ``tokens`` tokens, in windows of a quarter of the context, in the last ``long_share`` of the steps of
     the whole. The first ``shallow_share`` train only the first ``shallow`` layers: with so little compute a small model
-    on many tokens learns faster, and layers whose output projections are zero join without a jump.
+    on many tokens learns faster, and layers whose output projections are zero join without a jump. In the last
+    ``int4_share`` of the steps the forward pass sees the weights as int4 export rounds them.
     """
 
     hidden: int
@@ -59,6 +63,7 @@ class Recipe:
     matrix_rate: float = 0.025
     vector_rate: float = 4e-3
     decay: float = 0.3
+    int4_share: float = 0.0
 
     def depth(self, step: int) -> int:
         return self.shallow if step < self.shallow_share * self.steps else self.layers
@@ -89,7 +94,7 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
-DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=500, shallow=2)
+DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=2400, shallow=2, int4_share=0.4)
 
 
 # ---- corpus and tokenizer --------------------------------------------------------------------------------------------
@@ -159,9 +164,12 @@ def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Reci
         model.config.num_hidden_layers = recipe.depth(step)
         muon.param_groups[0]["lr"] = recipe.matrix_rate * schedule(step, recipe)
         adam.param_groups[0]["lr"] = recipe.vector_rate * schedule(step, recipe)
-        with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
-            loss = loss_of(batch)
-        loss.backward()
+        with contextlib.ExitStack() as stack:
+            if step >= (1 - recipe.int4_share) * recipe.steps:
+                stack.enter_context(int4_weights(model))
+            with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+                loss = loss_of(batch)
+            loss.backward()
         for optimizer in (muon, adam):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -172,6 +180,22 @@ def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Reci
             click.echo(f"step {step:5d} of {recipe.steps}  loss {smooth:.3f}  {speed:,.0f} tokens/s", err=True)
         if step % 100 == 99:
             model.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def int4_weights(model: LlamaForCausalLM) -> Iterator[None]:
+    """The matrices as they are after int4 export. Gradients taken inside belong to the unrounded weights (straight
+    through, Bengio et al. 1308.3432), which come back at the end."""
+    linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    kept = [weight.data for weight in linears]
+    try:
+        for weight in linears:
+            packed, scales = rows_to_int4(weight.data.numpy())
+            weight.data = torch.from_numpy(int4_to_rows(packed, scales, weight.shape[1]))
+        yield
+    finally:
+        for weight, data in zip(linears, kept, strict=True):
+            weight.data = data
 
 
 def start_from_bigrams(model: LlamaForCausalLM, stream: np.ndarray, steps: int = 150) -> None:
@@ -318,7 +342,7 @@ def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
 # ---- command line ----------------------------------------------------------------------------------------------------
 OUT = click.option("--out", type=click.Path(path_type=Path), default=Path("models"), show_default=True)
 COMPILE = click.option("--compile/--no-compile", "compiled", default=True, help="Use torch.compile (needs C++).")
-MAKERS: dict[bool, Callable[[LlamaForCausalLM], Callable[..., Any]]] = {True: torch.compile, False: lambda m: m}
+MAKERS: dict[bool, Callable[[Loss], Loss]] = {True: torch.compile, False: lambda loss: loss}
 
 
 @click.group()
@@ -335,7 +359,7 @@ def target(out: Path, compiled: bool) -> None:
     corpus = read_corpus(folder / "tokenizer.json")
     model = TARGET.model()
     start_from_bigrams(model, corpus.stream)
-    fit(model, corpus.stream, next_token_loss(MAKERS[compiled](model)), TARGET, folder)
+    fit(model, corpus.stream, MAKERS[compiled](next_token_loss(model)), TARGET, folder)
     loss = held_out_loss(rounded(model), corpus.held_stream)
     publish(model, TARGET, corpus, folder, "Trained from scratch.", loss_in_nats_a_token=f"{loss:.4f}")
 
@@ -357,12 +381,13 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     model = recipe.model()
     start_from_bigrams(model, corpus.stream)
-    make = MAKERS[compiled]
-    fit(model, corpus.stream, distillation_loss(make(model), make(teacher)), recipe, folder)
+    fit(model, corpus.stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
+    with int4_weights(model):
+        sampled4, greedy4 = acceptance(model, teacher, corpus.held_stream)
     figures = {
-        "mean_acceptance_at_temperature_1": f"{sampled:.4f}",
-        "greedy_agreement": f"{greedy:.4f}",
+        "mean_acceptance_at_temperature_1": f"{sampled:.4f} (in int4: {sampled4:.4f})",
+        "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
     publish(model, recipe, corpus, folder, "Distilled from the demo target (KL and total variation).", **figures)
