@@ -22,7 +22,7 @@ from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
 from .golden import Truth, compute_truth, save_golden
 from .pairing import same_vocabulary
-from .parity import measure
+from .parity import ImprecisionError, measure
 from .passes import pack, simplify, to_gqa, to_nonpad
 from .quantize import quantize
 from .writing import aside, destination, write_manifest
@@ -52,8 +52,9 @@ def export_pair(
 ) -> Path:
     """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
 
-    An existing bundle at ``out`` is replaced, anything else there is refused. ``draft_precision`` is int4 unless
-    given, fp16 beside a target in fp16. Raises UsageError, ExportError; then ``out`` is as it was.
+    An existing bundle at ``out`` is replaced, anything else there is refused. A ``draft_precision`` that is not given
+    is int4, fp16 beside a target in fp16; the target's, if in that the draft is too far from its checkpoint. Raises
+    UsageError, ExportError; then ``out`` is as it was.
     """
     sources = {"target": str(target)} | ({} if draft is None else {"draft": str(draft)})
     precisions = {"target": precision, "draft": draft_precision or DRAFT_PRECISIONS.get(precision, precision)}
@@ -76,13 +77,29 @@ def export_pair(
             checkpoint = load(source, contexts[role])
             if role == "target":
                 sampling, vocab_size = checkpoint.sampling, checkpoint.vocab_size
-            (folder / role).mkdir()
-            entries[role] = export_model(checkpoint, folder / role, precisions[role], vocab_size, progress)
+            forms = [precisions[role]] + ([precision] if role == "draft" and draft_precision is None else [])
+            entries[role] = export_first(checkpoint, folder / role, forms, vocab_size, progress)
         if note:
             entries["draft"] = dataclasses.replace(entries["draft"], note=note)
         progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
+
+
+def export_first(
+    checkpoint: Checkpoint, folder: Path, precisions: list[str], vocab_size: int, progress: Progress
+) -> ModelEntry:
+    """``export_model`` in the first of ``precisions`` that keeps close enough to the checkpoint."""
+    first, *others = precisions
+    folder.mkdir()
+    try:
+        return export_model(checkpoint, folder, first, vocab_size, progress)
+    except ImprecisionError:
+        if not others:
+            raise
+        progress(f"{folder.name}: {first} is too far from the checkpoint; trying {others[0]}")
+        shutil.rmtree(folder)
+        return export_first(checkpoint, folder, others, vocab_size, progress)
 
 
 def export_model(

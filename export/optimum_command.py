@@ -24,7 +24,9 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         parser.add_argument("-m", "--model", required=True, help="The target: a checkpoint directory or hub id.")
         parser.add_argument("--draft", help="The draft: a checkpoint directory or hub id.")
         parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the target's weights.")
-        parser.add_argument("--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: int4; fp16 beside fp16.")
+        parser.add_argument(
+            "--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: int4; fp16 beside fp16."
+        )
         parser.add_argument("--max-context", type=int, help="Positions to allow. Default: the model's own.")
         parser.add_argument("output", type=Path, help="Where to write the bundle.")
 

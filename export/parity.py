@@ -23,6 +23,10 @@ TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the lar
 LOOSE_DIVERGENCE, LOOSE_AGREEMENT = 1.0, 0.5
 
 
+class ImprecisionError(ExportError):
+    """A model is too far from its checkpoint in the precision asked for; in a higher one it may do."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parity:
     """How far an engine's logits are from transformers' over all rows compared.
@@ -43,7 +47,8 @@ class Parity:
         return text if precision == "fp32" else text + same
 
     def require(self, stage: str, precision: str) -> None:
-        """Raise ExportError naming ``stage`` if the difference is not what ``precision`` explains."""
+        """Raise ExportError (ImprecisionError below fp32) naming ``stage`` if the difference is not what ``precision``
+        explains."""
         if precision == "fp32":
             if not self.difference <= TOLERANCE * self.scale:
                 raise ExportError(
@@ -51,7 +56,7 @@ class Parity:
                     f" allowed are {TOLERANCE * self.scale:.1e}; nothing was written"
                 )
         elif not (self.divergence <= LOOSE_DIVERGENCE and self.agreement >= LOOSE_AGREEMENT):
-            raise ExportError(
+            raise ImprecisionError(
                 f"{stage}: {precision} gives {self.divergence:.2f} nats from transformers and the same top token in"
                 f" {self.agreement:.0%} of positions (allowed: {LOOSE_DIVERGENCE} and {LOOSE_AGREEMENT:.0%});"
                 " nothing was written, take a higher precision"

@@ -20,7 +20,7 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Where to write."
 )
 @click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
-@click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: int4; fp16 beside fp16]")
+@click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: int4; with fp16, fp16]")
 @click.option("--max-context", type=int, metavar="N", help="Positions to allow. [default: the model's own]")
 def command(
     target: str | None,

@@ -82,7 +82,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[Path,
     """The tiny pair, exported once in fp32. Read-only: copy it to change it."""
     from leadout.export.build import export_pair
 
-    return export_pair(*tiny_pair, tmp_path_factory.mktemp("bundles") / "tiny", progress=lambda line: None)
+    return export_pair(*tiny_pair, tmp_path_factory.mktemp("bundles") / "tiny", draft_precision="fp32")
 
 
 @pytest.fixture(scope="session")

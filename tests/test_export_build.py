@@ -271,3 +271,14 @@ def test_sampling_without_a_temperature_is_at_temperature_1():
     assert _sampling(GenerationConfig(do_sample=True, top_k=20)) == {"temperature": 1.0, "top_k": 20.0}
     assert _sampling(GenerationConfig(do_sample=True, temperature=0.6))["temperature"] == 0.6
     assert _sampling(GenerationConfig()) == {}
+
+
+@pytest.mark.slow
+def test_a_draft_takes_the_fewest_bytes_that_keep_it_close(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    bundle = Bundle.read(export_pair(*tiny_pair, tmp_path / "tiny", progress=said.append))
+    assert "draft: int4 is too far from the checkpoint; trying fp32" in said
+    assert [bundle.manifest.models[role].precision for role in ("target", "draft")] == ["fp32", "fp32"]
+    with pytest.raises(ExportError, match="take a higher precision"):
+        export_pair(*tiny_pair, tmp_path / "asked", draft_precision="int4")
+    assert not (tmp_path / "asked").exists()
