@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import Logits, ModelSpec, Tokens
+from .base import LogitArray, ModelSpec, Tokens
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
 
@@ -36,7 +36,7 @@ class _Step:
     past_lens: Tokens
     logit_index: Tokens
     offsets: Tokens
-    logits: Logits
+    logits: LogitArray
 
 
 class SlotEngine:
@@ -77,7 +77,7 @@ class SlotEngine:
         """The name of the graph that runs now."""
         return self._variant
 
-    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LogitArray:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
         if int(past_lens.max()) + width > self._capacity:

@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
-from ..engines import Engine, Logits, Tokens, open_engine
-from ..errors import BundleError
+from ..engines import Engine, Tokens, open_engine
+from ..engines.golden import Golden
 from .divergence import first_divergence
 from .pair import Pair, cores, load
 
-GOLDEN = "golden.npz"
 WIDTHS = range(2, 10)
 NEW_TOKENS = 24
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
@@ -36,29 +35,6 @@ class Check:
     detail: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Golden:
-    """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits."""
-
-    tokens: Tokens
-    lengths: Tokens
-    ids: NDArray[np.int32]
-    logits: Logits
-
-    @classmethod
-    def read(cls, path: Path) -> Golden:
-        """Raises BundleError if the file is not what the exporter writes."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                return cls(*(stored[field.name] for field in dataclasses.fields(cls)))
-        except (OSError, ValueError, KeyError) as error:
-            raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
-
-    def rows(self) -> list[list[int]]:
-        """The token rows without padding."""
-        return [row[:length].tolist() for row, length in zip(self.tokens, self.lengths, strict=True)]
-
-
 def run(path: str | Path, *, provider: str = "cpu", threads: int | None = None) -> Iterator[Check]:
     """Every check of a bundle, one by one. Raises BundleError if it cannot be read at all."""
     bundle = Bundle.read(path)
@@ -70,7 +46,7 @@ def run(path: str | Path, *, provider: str = "cpu", threads: int | None = None) 
 
 def check_model(role: str, model: Model, provider: str, threads: int) -> Iterator[Check]:
     """Golden parity and step widths of every graph variant of one model."""
-    golden = Golden.read(model.folder / GOLDEN) if GOLDEN in model.entry.files else None
+    golden = Golden.of(model)
     for variant in model.entry.variants:
         engine = open_engine(model, provider=provider, threads=threads, variant=variant)
         try:
@@ -92,12 +68,10 @@ def allowed(model: Model, golden: Golden) -> float:
 
 
 def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Check:
-    """Compare with the golden logits, whole rows at once. ``limit``: the largest absolute difference allowed."""
+    """Compare with the golden logits, in steps as wide as they may be. ``limit``: the largest difference allowed."""
     worst, agreed = 0.0, []
     for row, (tokens, length) in enumerate(zip(golden.tokens, golden.lengths.tolist(), strict=True)):
-        engine.reset(1)
-        engine.reserve(length)
-        logits = engine.forward(tokens[None, :length], np.zeros(1, np.int64))[0]
+        logits = stepped(engine, tokens[None, :length], min(length, engine.spec.max_verify))
         found = np.take_along_axis(logits, golden.ids[row, :length].astype(np.int64), axis=-1)
         worst = max(worst, float(np.abs(found - golden.logits[row, :length]).max()))
         agreed += (logits.argmax(-1) == golden.ids[row, :length, 0]).tolist()
@@ -107,7 +81,7 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
 
 def check_widths(name: str, engine: Engine, tokens: Tokens) -> Check:
     """Feed one row in steps of every width >= 2: the logits must be the same bits. tokens [1, T]."""
-    reference: Logits | None = None
+    reference: NDArray[np.float32] | None = None
     differing = []
     for width in WIDTHS:
         logits = stepped(engine, tokens, width)
@@ -117,14 +91,14 @@ def check_widths(name: str, engine: Engine, tokens: Tokens) -> Check:
     return Check(name, not differing, "one bit pattern" if not differing else f"differ: {', '.join(differing)}")
 
 
-def stepped(engine: Engine, tokens: Tokens, width: int) -> Logits:
+def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
     """Logits [T, vocab_size] of a row fed ``width`` tokens at a time; the last step is filled up with padding."""
     total = tokens.shape[1]
     padded = np.pad(tokens, ((0, 0), (0, -total % width)))
     engine.reset(1)
     engine.reserve(padded.shape[1])
     steps = range(0, padded.shape[1], width)
-    parts = [engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0].copy() for at in steps]
+    parts = [np.array(engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0]) for at in steps]
     return np.concatenate(parts)[:total]
 
 
@@ -164,8 +138,8 @@ def check_batch(pair: Pair, prompts: list[list[int]]) -> Check:
 def ragged(bundle: Bundle) -> list[list[int]]:
     """Prompts of different lengths from the golden rows (or plain ids where a bundle has none)."""
     model = bundle.model("target")
-    if GOLDEN in model.entry.files:
-        rows = Golden.read(model.folder / GOLDEN).rows()
+    if (golden := Golden.of(model)) is not None:
+        rows = golden.rows()
     else:
         rows = [[(i * 7 + j) % model.entry.vocab_size for j in range(24)] for i in range(3)]
     room = model.entry.max_context - NEW_TOKENS - 1

@@ -8,9 +8,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
@@ -118,6 +115,8 @@ class Decoder:
             )
         if len(prompt) >= spec.max_context:
             raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
+        if settings.draft != "none" and settings.draft_length != "auto" and settings.draft_length >= spec.max_verify:
+            raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
         if settings.draft == "model" and "model" not in self._drafters:
             raise UsageError("draft 'model' needs a draft model, and there is none (use: draft ngram or none)")
 
@@ -159,7 +158,8 @@ class Decoder:
         return drafts
 
     def _length(self, row: Row, drafter: Drafter, rows: int) -> int:
-        return row.policy.length(min(row.sequence.room - 1, drafter.room(row)), rows)
+        widest = self._target.engine.spec.max_verify - 1
+        return row.policy.length(min(row.sequence.room - 1, widest, drafter.room(row)), rows)
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
@@ -202,7 +202,7 @@ class Decoder:
         return live
 
 
-def judge(row: Row, draft: Draft, logits: NDArray[np.float32]) -> verify.Verdict:
+def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..engines import Engine, Logits
+from ..engines import Engine
+from .steps import Stepper
 
 if TYPE_CHECKING:
     from .pair import Pair
@@ -42,11 +44,7 @@ def first_divergence(pair: Pair, prompt: Sequence[int], ours: Sequence[int], oth
     return Divergence(position, margin, near_tie=margin <= tolerance)
 
 
-def last_logits(engine: Engine, token_ids: Sequence[int]) -> Logits:
-    """Logits after ``token_ids`` [vocab_size], from one call on an empty cache."""
+def last_logits(engine: Engine, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Logits after ``token_ids`` [vocab_size], on an empty cache."""
     engine.reset(1)
-    engine.reserve(max(len(token_ids), 2))
-    tokens = np.array([token_ids], np.int64)
-    logits = engine.forward(tokens, np.zeros(1, np.int64), np.array([[len(token_ids) - 1]], np.int64))
-    last: Logits = logits[0, 0].copy()
-    return last
+    return np.array(Stepper(engine, "target", narrowest=2).last_logits([token_ids], [0])[0])

@@ -1,0 +1,1 @@
+"""TensorRT and TensorRT-RTX: engines built for one device, run without PyTorch."""
