@@ -6,9 +6,10 @@ from ..bundle import Model
 from ..errors import UsageError
 from .base import Engine, Logits, ModelSpec, Tokens
 
-__all__ = ["PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine"]
+__all__ = ["BUILT", "PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine", "require"]
 
-PROVIDERS = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+BUILT = ("tensorrt", "tensorrt-rtx")  # these run an engine that was built for the device
+PROVIDERS = ("cpu", "cuda", *BUILT)
 
 
 def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> Engine:
@@ -23,7 +24,7 @@ def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, varian
         raise UsageError(f"provider '{provider}' is unknown (one of: {', '.join(PROVIDERS)})")
     if threads < 1:
         raise UsageError(f"threads must be at least 1, not {threads}")
-    if provider.startswith("tensorrt"):
+    if provider in BUILT:
         return _open_tensorrt(model, provider, variant)
     if model.entry.dialect == "slots":
         from .ort import SlotEngine
@@ -32,6 +33,21 @@ def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, varian
     from .foreign import ForeignEngine
 
     return ForeignEngine(model, provider=provider, threads=threads, variant=variant)
+
+
+def require(provider: str) -> None:
+    """Raise EngineError saying what is missing, and what to do, where ``provider`` cannot run on this machine."""
+    if provider in BUILT:
+        from .tensorrt import compat
+        from .tensorrt.cuda import Cuda
+
+        compat.sdk(provider)
+        compat.compute_capability()
+        Cuda().close()
+    else:
+        from . import providers
+
+        providers.require(provider)
 
 
 def _open_tensorrt(model: Model, provider: str, variant: str) -> Engine:

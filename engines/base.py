@@ -58,12 +58,14 @@ class ModelSpec:
 
     One step brings at most ``max_step`` tokens a row (a longer prompt goes in pieces), and of at most ``max_verify``
     in a row may all logits be wanted. An engine whose capacity is fixed has max_context + max_verify - 1 slots a row.
+    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds.
     """
 
     vocab_size: int
     max_context: int
     max_step: int = 512
     max_verify: int = 512
+    precision: str = "fp32"
 
 
 class Engine(Protocol):

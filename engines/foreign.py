@@ -44,7 +44,7 @@ class ForeignEngine:
                 f"{self._name}: a {entry.dialect} model runs on provider cpu, not {provider}; for {provider} "
                 "export the checkpoint itself with: leadout export"
             )
-        self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1)
+        self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1, precision=entry.precision)
         self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
         graph = model.path("canonical" if variant == "auto" else variant)
         self._session = open_session(graph, provider=provider, threads=threads)

@@ -51,7 +51,8 @@ class SlotEngine:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
         if variant != "auto":
             model.path(variant)
-        self._spec = ModelSpec(model.entry.vocab_size, model.entry.max_context)
+        entry = model.entry
+        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision)
         self._sessions: dict[str, Any] = {}
         self._steps: dict[tuple[int, int, int | None], _Step] = {}
         self._cache: list[Buffer] = []

@@ -129,9 +129,13 @@ class Sampler:
         """
         if self.rule == "greedy":
             return self.chain.best(logits, drafted)
+        return int(self.noisy(logits, drafted, position).argmax())
+
+    def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
+        """What ``coupled`` takes the largest of, float64 [V]."""
         scores = self.chain.scores(logits, drafted)
         scores += self.noise.gumbel(position, scores.size)
-        return int(scores.argmax())
+        return scores
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""

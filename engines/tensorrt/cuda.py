@@ -28,7 +28,10 @@ class Cuda:
             raise EngineError(f"cuda-bindings does not load ({error}): pip install 'leadout[tensorrt]'") from None
         failed, devices = self._cuda.cudaGetDeviceCount()
         if int(failed):
-            raise EngineError(f"no CUDA device: {self._reason(failed)} (is there a GPU, and does nvidia-smi see it?)")
+            here = (
+                self._reason(failed) if int(self._cuda.cudaDriverGetVersion()[1]) else "no NVIDIA driver is installed"
+            )
+            raise EngineError(f"no CUDA device: {here} (does nvidia-smi show a GPU?); leave out --provider for the CPU")
         if not 0 <= device < devices:
             raise EngineError(f"CUDA device {device} is not one of the {devices} (0 to {devices - 1})")
         self._check(self._cuda.cudaSetDevice(device))
@@ -47,13 +50,6 @@ class Cuda:
         """The newest CUDA version the driver takes, for instance 13.0."""
         version = int(self._check(self._cuda.cudaDriverGetVersion()))
         return f"{version // 1000}.{version % 1000 // 10}"
-
-    @property
-    def compute_capability(self) -> str:
-        """Major and minor without a dot, as in the names of engine files: "86", "120"."""
-        kinds = self._cuda.cudaDeviceAttr
-        parts = (kinds.cudaDevAttrComputeCapabilityMajor, kinds.cudaDevAttrComputeCapabilityMinor)
-        return "".join(str(int(self._check(self._cuda.cudaDeviceGetAttribute(part, self._device)))) for part in parts)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the device's memory: free now, and in all."""

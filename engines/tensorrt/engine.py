@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,16 @@ class TensorRTEngine:
     ``graph_error`` says why steps run without CUDA graphs; it is empty while they run with them.
     """
 
-    def __init__(self, model: Model, *, provider: str, cuda: Cuda | None = None, sdk: Any = None) -> None:
-        """Open the engine of ``model`` for this device, for one row. ``cuda`` (the engine's own from now on) and
-        ``sdk`` (the module) are found where they are not given. Raises EngineError, BundleError."""
+    def __init__(self, model: Model, *, provider: str) -> None:
+        """Open the engine of ``model`` for this device, for one row. ``provider`` names the SDK. Raises EngineError,
+        BundleError."""
         if model.entry.dialect != "slots":
             raise EngineError(f"{model.folder}: a {model.entry.dialect} model runs on provider cpu, not {provider}")
-        module = sdk if sdk is not None else compat.sdk(provider)
-        self.cuda = cuda if cuda is not None else Cuda()
-        self.path, self.manifest = manifest.find(model, provider, module.__version__, self.cuda.compute_capability)
-        self.session = Session(module, self.path, self.cuda)
-        self._again = f"build it again with: leadout build {model.folder.parent} --sdk {provider}"
+        version, capability = compat.version(provider), compat.compute_capability()
+        self.path, self.manifest = manifest.find(model, provider, version, capability)
+        self._bundle = model.folder.parent
+        self.cuda = Cuda()
+        self.session = Session(provider, self.path, self.cuda)
         self._check_tensors(model)
         verify, slots = self.session.limits[-1], self.manifest.capacity
         self.spec = ModelSpec(
@@ -43,6 +44,7 @@ class TensorRTEngine:
             max_context=min(model.entry.max_context, slots - verify.wanted + 1),
             max_step=min(slots, max(limits.width for limits in self.session.limits)),
             max_verify=verify.wanted,
+            precision=self.manifest.precision,
         )
         self.graph_error = ""
         self._last_position = model.entry.max_context - 1
@@ -77,10 +79,8 @@ class TensorRTEngine:
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. All slots there will be are there already."""
         if capacity > self.capacity:
-            raise EngineError(
-                f"{capacity} slots a row asked of {self.path.name}, which has {self.capacity}: "
-                f"{self._again} --capacity {capacity}"
-            )
+            again = self._rebuild(capacity=capacity)
+            raise EngineError(f"{capacity} slots a row asked of {self.path.name}, which has {self.capacity}; {again}")
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Caches become zero: what memory held may be NaN, and masked NaN is still NaN."""
@@ -88,9 +88,10 @@ class TensorRTEngine:
             raise EngineError(f"the engine {self.path} is closed")
         most = min(limits.rows for limits in self.session.limits)
         if not 1 <= batch <= most:
+            profiles = tuple(dataclasses.replace(one, max_batch=max(batch, 1)) for one in self.manifest.profiles)
+            again = self._rebuild(profiles=profiles)
             raise EngineError(
-                f"{batch} rows asked of {self.path.name} (1 to {most}): take a smaller batch size, or {self._again}"
-                f" --max-batch {batch}"
+                f"{batch} rows asked of {self.path.name} (1 to {most}); take a smaller batch size, or {again}"
             )
         if batch > self._rows:
             self._allocate(batch)
@@ -190,6 +191,11 @@ class TensorRTEngine:
             self._caches[name] = self.cuda.allocate(rows * self._row_bytes(name))
         self._rows = rows
 
+    def _rebuild(self, **changes: Any) -> str:
+        """What to do about an engine that does not fit."""
+        wanted: manifest.EngineManifest = dataclasses.replace(self.manifest, **changes)
+        return f"rebuild it: {wanted.command(self._bundle)}"
+
     def _row_bytes(self, name: str) -> int:
         return int(np.prod(self.session.shape(name)[1:])) * self.session.item_bytes(name)
 
@@ -197,11 +203,12 @@ class TensorRTEngine:
         """What the engine says of itself must be what its manifest and the bundle say."""
         parts = [f"{layer}.{kind}" for layer in range(len(model.entry.cache)) for kind in ("key", "value")]
         wanted = {f"present.{part}": f"past_key_values.{part}" for part in parts}
+        again = self._rebuild()
         if not wanted == self.session.aliases() == dict(self.manifest.aliases):
-            raise EngineError(f"{self.path} does not write its cache in place (present is not past): {self._again}")
+            raise EngineError(f"{self.path} does not write its cache in place (present is not past); {again}")
         if {self.session.shape(name)[2] for name in wanted.values()} != {self.capacity}:
-            raise EngineError(f"{self.path} has another capacity than its manifest says: {self._again}")
+            raise EngineError(f"{self.path} has another capacity than its manifest says; {again}")
         if missing := [head for head in REQUIRED_HEADS if head not in self.session.outputs]:
-            raise EngineError(f"{self.path} lacks the output '{missing[0]}': {self._again}")
+            raise EngineError(f"{self.path} lacks the output '{missing[0]}'; {again}")
         if self.session.type_name("logits") != "FLOAT":
-            raise EngineError(f"{self.path} gives logits as {self.session.type_name('logits')}: {self._again}")
+            raise EngineError(f"{self.path} gives logits as {self.session.type_name('logits')}; {again}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EngineError
+from . import compat
 from .cuda import Cuda
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -35,14 +36,15 @@ class Session:
     Addresses and shapes are given anew with every ``bind``: a context remembers those of its last step.
     """
 
-    def __init__(self, sdk: Any, path: Path, cuda: Cuda) -> None:
-        """``sdk`` is the module tensorrt or tensorrt_rtx. Raises EngineError if it refuses the engine."""
+    def __init__(self, name: str, path: Path, cuda: Cuda) -> None:
+        """``name`` is the SDK's (``compat.SDKS``). Raises EngineError if it refuses the engine."""
+        sdk = compat.sdk(name)
         self._name, self._cuda = path.name, cuda
-        self._log = _collecting_log(sdk)
+        self._log = compat.logger(name)
         self._runtime = sdk.Runtime(self._log)
         self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
-            raise EngineError(f"{path}: {sdk.__name__} refuses it on this device: {self._log.last()}")
+            raise self._refused("it on this device")
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         inputs = {name for name in names if self._engine.get_tensor_mode(name) == sdk.TensorIOMode.INPUT}
         self.inputs = [name for name in names if name in inputs]
@@ -111,22 +113,5 @@ class Session:
         return context
 
     def _refused(self, what: str) -> EngineError:
-        return EngineError(f"{self._name}: the runtime refuses {what}: {self._log.last()}")
-
-
-def _collecting_log(sdk: Any) -> Any:
-    """A logger that keeps what the SDK complains about: it is told once, in an EngineError, not printed."""
-
-    class Log(sdk.ILogger):  # type: ignore[misc]  # the base is known only when the SDK is there
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (sdk.ILogger.Severity.ERROR, sdk.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(" ".join(message.split()))
-
-        def last(self) -> str:
-            return self.errors[-1] if self.errors else "no reason given"
-
-    return Log()
+        errors = [text for severity, text in self._log.lines if severity.endswith("ERROR")]
+        return EngineError(f"{self._name}: the runtime refuses {what}: {errors[-1] if errors else 'no reason given'}")

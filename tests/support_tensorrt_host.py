@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import enum
+import functools
 import itertools
 import json
 import math
@@ -18,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from leadout.bundle import Model, file_entry
-from leadout.engines.tensorrt import manifest
+from leadout.engines.tensorrt import compat, engine, manifest
 from leadout.errors import EngineError
 
 VERSION, CAPABILITY = "1.2.3", "86"
@@ -38,7 +41,7 @@ class HostCuda:
     ``launched`` counts graphs; ``blocks`` and ``pins`` are what is allocated.
     """
 
-    name, driver, compute_capability = "Host", "13.0", CAPABILITY
+    name, driver = "Host", "13.0"
 
     def __init__(self, *, captures: bool = True) -> None:
         self.stream = next(_NUMBERS)
@@ -242,13 +245,17 @@ class FakeRuntime:
 
     def deserialize_cuda_engine(self, blob: bytes) -> FakeEngine | None:
         if not blob.startswith(b"\x08"):  # the first field of every ONNX file
-            self._log.log(FakeLogger.Severity.ERROR, "the engine plan file is\nnot compatible")
+            self._log.log(Severity.ERROR, "the engine plan file is\nnot compatible")
             return None
         return FakeEngine(blob)
 
 
+class Severity(enum.IntEnum):
+    INTERNAL_ERROR, ERROR, WARNING, INFO = range(4)
+
+
 class FakeLogger:
-    Severity = SimpleNamespace(INTERNAL_ERROR=0, ERROR=1, WARNING=2)
+    Severity, WARNING = Severity, Severity.WARNING
 
 
 SDK = SimpleNamespace(
@@ -259,6 +266,14 @@ SDK = SimpleNamespace(
     TensorIOMode=SimpleNamespace(INPUT="input", OUTPUT="output"),
     TensorLocation=SimpleNamespace(DEVICE="device", HOST="host"),
 )
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SDK and CUDA be the fakes, with a device of compute capability 86."""
+    monkeypatch.setattr(compat, "sdk", lambda name: SDK)
+    monkeypatch.setattr(compat, "compute_capability", lambda: CAPABILITY)
+    monkeypatch.setattr(compat, "logger", functools.cache(compat.logger.__wrapped__))
+    monkeypatch.setattr(engine, "Cuda", HostCuda)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +324,7 @@ def write_manifest(model: Model, path: Path, plan: Plan, aliases: dict[str, str]
         engine_bytes=entry.bytes,
         log=(),
     )
-    path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(found)), encoding="utf-8")
+    path.with_suffix(".json").write_text(manifest.dump(found), encoding="utf-8")
 
 
 def _fix_capacity(model: onnx.ModelProto, capacity: int) -> tuple[str, str, str]:
