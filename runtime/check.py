@@ -118,7 +118,7 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
     """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone."""
     prompts, bits = ragged(bundle), devices["target"] == "cpu"
     drafters = [*(["model"] if "draft" in bundle.manifest.models else []), "ngram"]
-    where = {"provider": devices["target"], "draft_provider": devices["draft"], "threads": threads}
+    where: dict[str, Any] = {"provider": devices["target"], "draft_provider": devices["draft"], "threads": threads}
     with load(bundle.path, **where) as pair:
         for title, sampling in (("greedy", {"temperature": 0.0}), ("coupled", {"temperature": 1.0, "seed": 7})):
             wanted: dict[str, Any] = sampling | {"rule": title, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

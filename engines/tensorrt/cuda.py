@@ -28,10 +28,7 @@ class Cuda:
             raise EngineError(f"cuda-bindings does not load ({error}): pip install 'leadout[tensorrt]'") from None
         failed, devices = self._cuda.cudaGetDeviceCount()
         if int(failed):
-            here = (
-                self._reason(failed) if int(self._cuda.cudaDriverGetVersion()[1]) else "no NVIDIA driver is installed"
-            )
-            raise EngineError(f"no CUDA device: {here} (does nvidia-smi show a GPU?); leave out --provider for the CPU")
+            raise EngineError(f"no CUDA device ({self._reason(failed)}): does nvidia-smi see a GPU?")
         if not 0 <= device < devices:
             raise EngineError(f"CUDA device {device} is not one of the {devices} (0 to {devices - 1})")
         self._check(self._cuda.cudaSetDevice(device))
