@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import LogitArray, ModelSpec, Tokens
+from .base import LogitArray, Logits, ModelSpec, Tokens
+from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
+from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-_BUFFERS: dict[str, type[HostBuffer] | type[CudaBuffer]] = {"cpu": HostBuffer, "cuda": CudaBuffer}
 _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
@@ -28,7 +29,7 @@ def bucket(slots: int) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """One shape of call: a binding made once, and the arrays it reads and writes."""
+    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device)."""
 
     binding: Any
     tokens: Tokens
@@ -36,7 +37,7 @@ class _Step:
     past_lens: Tokens
     logit_index: Tokens
     offsets: Tokens
-    logits: LogitArray
+    logits: LogitArray | None
 
 
 class SlotEngine:
@@ -58,6 +59,8 @@ class SlotEngine:
         self._cache: list[Buffer] = []
         self._capacity = 0
         self._flat = np.zeros(0, np.float32)
+        self._cuda: Cuda | None = None
+        self._device_logits: LogitStore | None = None
         self._closed = False
         self.reset(1)
 
@@ -74,11 +77,16 @@ class SlotEngine:
         return self._capacity
 
     @property
+    def bytes_moved(self) -> int:
+        """Bytes of logits that came over from a device in all steps so far."""
+        return 0 if self._device_logits is None else self._device_logits.bytes_fetched
+
+    @property
     def variant(self) -> str:
         """The name of the graph that runs now."""
         return self._variant
 
-    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LogitArray:
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
         if int(past_lens.max()) + width > self._capacity:
@@ -96,7 +104,10 @@ class SlotEngine:
             self._session.run_with_iobinding(step.binding)
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
-        return step.logits
+        if step.logits is not None:
+            return step.logits
+        assert self._device_logits is not None
+        return self._device_logits.logits(*step.logit_index.shape)
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. Buckets: multiples of 128 slots, above 2048 of 512."""
@@ -115,10 +126,11 @@ class SlotEngine:
         self._variant = self._choose(batch)
         self._session = self._open(self._variant)
         types = {value.name: value.type for value in self._session.get_inputs()}
-        buffers = _BUFFERS[self._provider]
+        for buffer in self._cache:
+            buffer.close()
         self._batch, self._capacity = batch, bucket(1)
         self._cache = [
-            buffers.zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
@@ -137,8 +149,22 @@ class SlotEngine:
         self._closed, self._capacity = True, 0
         self._sessions.clear()
         self._steps.clear()
+        for buffer in self._cache:
+            buffer.close()
         self._cache = []
         self._session = None
+        if self._device_logits is not None:
+            self._device_logits.close()
+        if self._cuda is not None:
+            self._cuda.close()
+
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        if self._provider == "cpu":
+            return HostBuffer(shape, dtype)
+        if self._cuda is None:
+            self._cuda = Cuda()
+            self._device_logits = LogitStore(self._cuda, self._spec.vocab_size)
+        return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
         if self._pinned == "gqa" and batch > 1:
@@ -161,7 +187,10 @@ class SlotEngine:
         if not 1 <= rows <= self._batch:
             raise EngineError(f"{rows} rows given, the engine has {self._batch}")
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
-        if int(np.prod(shape)) > self._flat.size:
+        if self._device_logits is not None:
+            if self._device_logits.reserve(shape[0] * shape[1]):
+                self._steps.clear()
+        elif int(np.prod(shape)) > self._flat.size:
             self._flat = np.zeros(shape, np.float32).reshape(-1)
             self._steps.clear()
         if len(self._steps) >= _KEPT_STEPS:
@@ -173,7 +202,7 @@ class SlotEngine:
             past_lens=np.zeros(rows, np.int64),
             logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
             offsets=np.arange(width, dtype=np.int64),
-            logits=self._flat[: int(np.prod(shape))].reshape(shape),
+            logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
         )
         self._bind(step, rows)
         self._steps[rows, width, wanted] = step
@@ -189,7 +218,12 @@ class SlotEngine:
         }
         for name in arrays.keys() & names:
             _bind_host(step.binding.bind_input, name, arrays[name])
-        _bind_host(step.binding.bind_output, "logits", step.logits)
+        if step.logits is not None:
+            _bind_host(step.binding.bind_output, "logits", step.logits)
+        elif self._device_logits is not None:
+            shape = (*step.logit_index.shape, self._spec.vocab_size)
+            place = (CudaBuffer.device, 0, np.dtype(np.float32), shape, self._device_logits.address)
+            step.binding.bind_output("logits", *place)
         for i, buffer in enumerate(self._cache):
             layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
             place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)

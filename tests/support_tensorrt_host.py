@@ -91,6 +91,10 @@ class HostCuda:
         self._inside(destination, size)
         self.do(lambda: ctypes.memmove(destination, source, size) and None)
 
+    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, size: int, count: int) -> None:
+        for piece in range(count):
+            self.copy(destination + piece * pitch, source + piece * source_pitch, size)
+
     def wait(self) -> None:
         assert self._recording is None, "waited while capturing"
         queue, self._queue = self._queue, []

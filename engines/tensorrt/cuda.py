@@ -87,6 +87,12 @@ class Cuda:
         """Device to device."""
         self._copy(destination, source, size, "DeviceToDevice")
 
+    def copy_strided(self, destination: int, pitch: int, source: int, source_pitch: int, size: int, count: int) -> None:
+        """Device to device: ``count`` pieces of ``size`` bytes, a pitch apart on either side."""
+        way = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        copied = self._cuda.cudaMemcpy2DAsync(destination, pitch, source, source_pitch, size, count, way, self.stream)
+        self._check(copied)
+
     def wait(self) -> None:
         """Return when all that was queued is done. Raises EngineError for whatever failed on the way."""
         self._check(self._cuda.cudaStreamSynchronize(self.stream))

@@ -6,12 +6,11 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...bundle import Model
 from ...errors import EngineError
 from ..base import ModelSpec, Tokens
-from ..lazy import DeviceStep, LazyLogits
+from ..lazy import LazyLogits, LogitStore
 from . import compat, manifest
 from .cuda import Cuda
 from .session import Session
@@ -49,8 +48,8 @@ class TensorRTEngine:
         self.graph_error = ""
         self._last_position = model.entry.max_context - 1
         self._caches: dict[str, int] = {}
-        self._rows = self._batch = self._serial = 0
-        self._logits, self._logits_bytes = 0, 0
+        self._rows = self._batch = self._bytes_moved = 0
+        self._logits = LogitStore(self.cuda, self.spec.vocab_size)
         self._steps: dict[tuple[int, int, int], Step] = {}
         self.reset(1)
 
@@ -62,6 +61,11 @@ class TensorRTEngine:
     def capacity(self) -> int:
         return self.manifest.capacity
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that crossed between host and device in all steps so far."""
+        return self._bytes_moved + self._logits.bytes_fetched
+
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LazyLogits:
         """See Engine.forward. Moves ids and a few numbers a row to the host; logits stay where they are."""
         rows, width = tokens.shape
@@ -69,12 +73,12 @@ class TensorRTEngine:
         wanted = width if logit_index is None else logit_index.shape[1]
         step = self._steps.get((rows, width, wanted)) or self._prepare(rows, width, wanted)
         step.fill(tokens, past_lens, logit_index, self._last_position)
-        self._serial += 1
         try:
             self._run(step)
         finally:
             self.cuda.wait()
-        return self._lazy(step)
+        self._bytes_moved += step.bytes
+        return self._logits.logits(rows, wanted, *step.best())
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. All slots there will be are there already."""
@@ -120,7 +124,8 @@ class TensorRTEngine:
             return
         self._forget_steps()
         self.session.close()
-        for address in (*self._caches.values(), *([self._logits] if self._logits else [])):
+        self._logits.close()
+        for address in self._caches.values():
             self.cuda.free(address)
         self._caches, self._batch, self._rows = {}, 0, 0
         self.cuda.close()
@@ -140,21 +145,6 @@ class TensorRTEngine:
                 self.graph_error = str(error)
         step.calls += 1
 
-    def _lazy(self, step: Step) -> LazyLogits:
-        rows, wanted = step.greedy.shape
-        serial, vocab = self._serial, self.spec.vocab_size
-
-        def fetch(first: int, count: int) -> NDArray[np.float32]:
-            found = np.empty((count, vocab), np.float32)
-            self.cuda.download(found, self._logits + 4 * vocab * first)
-            self.cuda.wait()
-            return found
-
-        peaks = np.where(np.isfinite(step.logsumexp), step.top_logits[..., 0], step.logsumexp)
-        greedy = step.greedy.astype(np.int64).reshape(-1)  # a copy: the next step of this shape overwrites it
-        left = DeviceStep(fetch, greedy, peaks.reshape(-1), vocab, lambda: serial == self._serial)
-        return LazyLogits(left, np.arange(rows * wanted).reshape(rows, wanted))
-
     def _check_step(self, rows: int, slots: int) -> None:
         if not 1 <= rows <= self._batch:
             raise EngineError(f"{rows} rows given, the engine has {self._batch}")
@@ -163,14 +153,9 @@ class TensorRTEngine:
 
     def _prepare(self, rows: int, width: int, wanted: int) -> Step:
         profile = self.session.profile(rows, width, wanted)
-        size = 4 * rows * wanted * self.spec.vocab_size
-        if size > self._logits_bytes or len(self._steps) >= _KEPT_STEPS:
+        if self._logits.reserve(rows * wanted) or len(self._steps) >= _KEPT_STEPS:
             self._forget_steps()
-        if size > self._logits_bytes:
-            if self._logits:
-                self.cuda.free(self._logits)
-            self._logits, self._logits_bytes = self.cuda.allocate(size), size
-        shared = self._caches | {"logits": self._logits}
+        shared = self._caches | {"logits": self._logits.address}
         shared |= {output: shared[source] for output, source in self.manifest.aliases.items()}
         caches = {name: (rows, *self.session.shape(name)[1:]) for name in self._caches}
         step = Step(self.session, self.cuda, profile, (rows, width, wanted, self.manifest.top), shared, caches)

@@ -76,9 +76,7 @@ class Step:
         self._answered = Arena(cuda, session, {name: s for name, s in outputs.items() if name in session.outputs})
         self.shapes: Shapes = inputs | dict(caches)
         self.addresses = {**shared, **self._asked.addresses, **self._answered.addresses}
-        self.greedy = self._answered.arrays["greedy"]
-        self.logsumexp = self._answered.arrays["logsumexp"]
-        self.top_logits = self._answered.arrays["top_logits"]
+        self.bytes = self._asked.host.nbytes + self._answered.host.nbytes
         self.graph: Any = None
         self.calls = 0
         self._offsets = np.arange(width, dtype=np.int64)
@@ -102,6 +100,14 @@ class Step:
         self._cuda.upload(self._asked.device, self._asked.host)
         session.enqueue(self.profile)
         self._cuda.download(self._answered.host, self._answered.device)
+
+    def best(self) -> tuple[Tokens, NDArray[np.float32]]:
+        """Of each position, flat: the greedy token, and its logit (not finite where a row holds anything that is
+        not). Copies: the next step of this shape overwrites the originals."""
+        answered = self._answered.arrays
+        total = answered["logsumexp"]
+        peaks = np.where(np.isfinite(total), answered["top_logits"][..., 0], total)
+        return answered["greedy"].astype(np.int64).reshape(-1), peaks.reshape(-1)
 
     def close(self) -> None:
         """Release its memory and its graph."""
