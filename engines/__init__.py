@@ -6,22 +6,26 @@ from ..bundle import Model
 from ..errors import UsageError
 from .base import Engine, Logits, ModelSpec, Tokens
 
-__all__ = ["PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine"]
+__all__ = ["BUILT", "PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine", "require"]
 
-PROVIDERS = ("cpu", "cuda")
+BUILT = ("tensorrt", "tensorrt-rtx")  # these run an engine that was built for the device
+PROVIDERS = ("cpu", "cuda", *BUILT)
 
 
 def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> Engine:
     """Open a model of a bundle for one row (``reset`` for more).
 
-    ``provider`` is one of PROVIDERS; ``threads`` (>= 1) are the runtime's own; ``variant`` pins a graph of the
-    bundle, ``auto`` takes the fastest for the provider and the number of rows.
+    ``provider`` is one of PROVIDERS: cpu and cuda run the bundle's graphs on ONNX Runtime, tensorrt and tensorrt-rtx
+    an engine that was built from them for this device. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a
+    graph of the bundle, ``auto`` takes the fastest for the provider and the number of rows (an engine has one).
     Raises UsageError for an unknown provider, EngineError if the runtime or the provider is not there.
     """
     if provider not in PROVIDERS:
         raise UsageError(f"provider '{provider}' is unknown (one of: {', '.join(PROVIDERS)})")
     if threads < 1:
         raise UsageError(f"threads must be at least 1, not {threads}")
+    if provider in BUILT:
+        return _open_tensorrt(model, provider, variant)
     if model.entry.dialect == "slots":
         from .ort import SlotEngine
 
@@ -29,3 +33,35 @@ def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, varian
     from .foreign import ForeignEngine
 
     return ForeignEngine(model, provider=provider, threads=threads, variant=variant)
+
+
+def require(provider: str) -> None:
+    """Raise EngineError saying what is missing, and what to do, where ``provider`` cannot run on this machine."""
+    if provider in BUILT:
+        from .tensorrt import compat
+        from .tensorrt.cuda import Cuda
+
+        compat.sdk(provider)
+        compat.compute_capability()
+        Cuda().close()
+    else:
+        from . import providers
+
+        providers.require(provider)
+
+
+def _open_tensorrt(model: Model, provider: str, variant: str) -> Engine:
+    """A built engine that has passed its self-test on this device."""
+    if variant != "auto":
+        raise UsageError(f"variant '{variant}' pins a graph of ONNX Runtime's; provider '{provider}' has one engine")
+    from .tensorrt import selftest
+    from .tensorrt.engine import TensorRTEngine
+
+    engine = TensorRTEngine(model, provider=provider)
+    try:
+        selftest.require(engine, model)
+        engine.reset(1)
+    except BaseException:
+        engine.close()
+        raise
+    return engine

@@ -3,21 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
-Logits = NDArray[np.float32]
+LogitArray = NDArray[np.float32]
+
+
+class LogitRow(Protocol):
+    """The float32 logits [vocab_size] of one position, of which a caller takes no more than it needs.
+
+    An array is one; so is a row that is still on a device (``engines.lazy``). ``np.asarray`` brings the whole row.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def argmax(self) -> Any:
+        """The lowest id among the largest."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+    def astype(self, dtype: Any, /) -> NDArray[Any]: ...
+
+    def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
+
+
+class Logits(Protocol):
+    """float32 logits [B, L, vocab_size] as ``forward`` returns them, valid until the next call.
+
+    An array is one. Indexing the leading axes gives a part of the same kind, at the end a LogitRow. ``np.asarray``
+    brings everything.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def argmax(self, axis: int, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+    def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What a caller may rely on: ids below ``vocab_size``, positions below ``max_context`` (both counts of tokens)."""
+    """What a caller may rely on, all counts of tokens: ids below ``vocab_size``, positions below ``max_context``.
+
+    One step brings at most ``max_step`` tokens a row (a longer prompt goes in pieces), and of at most ``max_verify``
+    in a row may all logits be wanted. An engine whose capacity is fixed has max_context + max_verify - 1 slots a row.
+    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds.
+    """
 
     vocab_size: int
     max_context: int
+    max_step: int = 512
+    max_verify: int = 512
+    precision: str = "fp32"
 
 
 class Engine(Protocol):
@@ -40,7 +88,8 @@ class Engine(Protocol):
         """Run S new tokens on each of the first B rows (B <= batch) and return the logits asked for.
 
         tokens [B, S] int64; past_lens [B] int64; logit_index [B, L] int64, which of the S positions want logits
-        (all of them by default). Returns float32 [B, L, vocab_size], a view that is valid until the next call.
+        (all of them by default). Returns float32 [B, L, vocab_size], valid until the next call: a view of an array,
+        or logits that stay on the device until they are asked for.
         Changes slots past_lens[b] .. past_lens[b]+S-1 of rows b < B and nothing else. Token i of row b stands at
         position past_lens[b] + i; positions from max_context on are padding and may hold anything.
         Raises EngineError if past_lens[b] + S exceeds the capacity.
@@ -48,7 +97,10 @@ class Engine(Protocol):
         ...
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least ``capacity`` slots a row (rounded up to a bucket). Keeps all rows."""
+        """Make room for at least ``capacity`` slots a row (rounded up to a bucket). Keeps all rows.
+
+        Raises EngineError where the capacity is fixed and less.
+        """
         ...
 
     def reset(self, batch: int) -> None:

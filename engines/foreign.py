@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import Logits, ModelSpec, Tokens
+from .base import LogitArray, ModelSpec, Tokens
 from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
 from .foreign_graph import Port, Signature, ort_ports
 from .providers import first_line, onnxruntime, open_session
@@ -44,7 +44,7 @@ class ForeignEngine:
                 f"{self._name}: a {entry.dialect} model runs on provider cpu, not {provider}; for {provider} "
                 "export the checkpoint itself with: leadout export"
             )
-        self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1)
+        self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1, precision=entry.precision)
         self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
         graph = model.path("canonical" if variant == "auto" else variant)
         self._session = open_session(graph, provider=provider, threads=threads)
@@ -58,7 +58,7 @@ class ForeignEngine:
                 raise EngineError("the cache of the graph has other shapes than the manifest says; import it again")
         self._io = self._session.io_binding()
         self._scratch: NDArray[Any] = np.empty(0, self._signature.logits.dtype)
-        self._out: Logits = np.empty((0, 0, 0), np.float32)
+        self._out: LogitArray = np.empty((0, 0, 0), np.float32)
         self.capacity = BUCKET
         self.reset(1)
         self._probe()
@@ -67,7 +67,7 @@ class ForeignEngine:
     def batch(self) -> int:
         return len(self._rows)
 
-    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LogitArray:
         batch, width = tokens.shape
         if batch > self.batch or len(past_lens) != batch:
             raise EngineError(f"{batch} rows of tokens, {len(past_lens)} past_lens, for an engine of {self.batch} rows")
@@ -102,7 +102,7 @@ class ForeignEngine:
     def _slots(self) -> int:
         return min(self.capacity, self._limit)
 
-    def _step(self, row: RowCache, tokens: Tokens, past: int, wanted: Tokens, out: Logits) -> None:
+    def _step(self, row: RowCache, tokens: Tokens, past: int, wanted: Tokens, out: LogitArray) -> None:
         """One row: run what fits below the limit, put the wanted logits into ``out`` [L, V]; padding gets zeros."""
         count = min(len(tokens), self._limit - past)
         if count < 1:
@@ -143,7 +143,7 @@ class ForeignEngine:
         if graph.keep:
             yield graph.keep, np.full((1,) * len(graph.keep.shape), keep, graph.keep.dtype)
 
-    def _result(self, batch: int, width: int) -> Logits:
+    def _result(self, batch: int, width: int) -> LogitArray:
         if self._out.shape[:2] != (batch, width):
             self._out = np.empty((batch, width, self.spec.vocab_size), np.float32)
         return self._out

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .providers import onnxruntime
+from .tensorrt.cuda import Cuda
 
 
 class Buffer(Protocol):
-    """A zero-filled block of memory whose address never changes."""
+    """A zero-filled block of memory [rows, heads, slots, width] whose address never changes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -21,56 +22,63 @@ class Buffer(Protocol):
     def pointer(self) -> int: ...
 
     def grown(self, slots: int) -> Buffer:
-        """A copy with ``slots`` slots a row (axis 2); the new ones are zero."""
+        """A copy with ``slots`` slots a row (axis 2), the new ones zero, in place of this one, which is gone."""
         ...
 
     def copy_row(self, source: int, destination: int) -> None: ...
 
+    def close(self) -> None:
+        """Release it."""
+        ...
+
 
 class HostBuffer:
-    """A numpy array [rows, heads, slots, width]."""
+    """A numpy array."""
 
     device = "cpu"
 
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.array = array
-        self.shape, self.dtype, self.pointer = array.shape, array.dtype, array.ctypes.data
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostBuffer:
-        return cls(np.zeros(shape, dtype))
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.array: NDArray[Any] = np.zeros(shape, dtype)
+        self.shape, self.dtype, self.pointer = shape, dtype, self.array.ctypes.data
 
     def grown(self, slots: int) -> HostBuffer:
-        return HostBuffer(_grown(self.array, slots))
+        rows, heads, kept, width = self.shape
+        wider = HostBuffer((rows, heads, slots, width), self.dtype)
+        wider.array[:, :, :kept] = self.array
+        return wider
 
     def copy_row(self, source: int, destination: int) -> None:
         self.array[destination] = self.array[source]
 
+    def close(self) -> None:
+        pass  # numpy frees it with the last reference
+
 
 class CudaBuffer:
-    """A device allocation of the same shape. Growing and copying go by way of the host: both are rare."""
+    """An allocation on the device; nothing of it ever crosses to the host."""
 
     device = "cuda"
 
-    def __init__(self, array: NDArray[Any]) -> None:
-        self.value = onnxruntime().OrtValue.ortvalue_from_numpy(array, "cuda", 0)
-        self.shape, self.dtype, self.pointer = array.shape, array.dtype, self.value.data_ptr()
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> CudaBuffer:
-        return cls(np.zeros(shape, dtype))
+    def __init__(self, cuda: Cuda, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._cuda, self.shape, self.dtype = cuda, shape, dtype
+        size = math.prod(shape) * dtype.itemsize
+        self.pointer = cuda.allocate(size)
+        cuda.fill(self.pointer, 0, size)
+        cuda.wait()
 
     def grown(self, slots: int) -> CudaBuffer:
-        return CudaBuffer(_grown(self.value.numpy(), slots))
+        rows, heads, kept, width = self.shape
+        wider = CudaBuffer(self._cuda, (rows, heads, slots, width), self.dtype)
+        slot = width * self.dtype.itemsize
+        self._cuda.copy_strided(wider.pointer, slots * slot, self.pointer, kept * slot, kept * slot, rows * heads)
+        self._cuda.wait()
+        self.close()
+        return wider
 
     def copy_row(self, source: int, destination: int) -> None:
-        array = self.value.numpy()
-        array[destination] = array[source]
-        self.value.update_inplace(array)
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        self._cuda.copy(self.pointer + destination * size, self.pointer + source * size, size)
+        self._cuda.wait()
 
-
-def _grown(array: NDArray[Any], slots: int) -> NDArray[Any]:
-    rows, heads, kept, width = array.shape
-    wider = np.zeros((rows, heads, slots, width), array.dtype)
-    wider[:, :, :kept] = array
-    return wider
+    def close(self) -> None:
+        self._cuda.free(self.pointer)

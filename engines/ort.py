@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import Logits, ModelSpec, Tokens
+from .base import LogitArray, Logits, ModelSpec, Tokens
+from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
+from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-_BUFFERS: dict[str, type[HostBuffer] | type[CudaBuffer]] = {"cpu": HostBuffer, "cuda": CudaBuffer}
 _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
@@ -29,7 +30,7 @@ def bucket(slots: int, variant: str) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """One shape of call: a binding made once, and the arrays it reads and writes."""
+    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device)."""
 
     binding: Any
     tokens: Tokens
@@ -38,7 +39,7 @@ class _Step:
     past_column: Tokens
     logit_index: Tokens
     offsets: Tokens
-    logits: Logits
+    logits: LogitArray | None
 
 
 class SlotEngine:
@@ -53,12 +54,15 @@ class SlotEngine:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
         if variant != "auto":
             model.path(variant)
-        self._spec = ModelSpec(model.entry.vocab_size, model.entry.max_context)
+        entry = model.entry
+        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision)
         self._sessions: dict[str, Any] = {}
         self._steps: dict[tuple[int, int, int | None], _Step] = {}
         self._cache: list[Buffer] = []
         self._capacity = 0
         self._flat = np.zeros(0, np.float32)
+        self._cuda: Cuda | None = None
+        self._device_logits: LogitStore | None = None
         self._closed = False
         self.reset(1)
 
@@ -73,6 +77,11 @@ class SlotEngine:
     @property
     def capacity(self) -> int:
         return self._capacity
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of logits that came over from a device in all steps so far."""
+        return 0 if self._device_logits is None else self._device_logits.bytes_fetched
 
     @property
     def variant(self) -> str:
@@ -99,7 +108,10 @@ class SlotEngine:
             self._session.run_with_iobinding(step.binding)
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
-        return step.logits
+        if step.logits is not None:
+            return step.logits
+        assert self._device_logits is not None
+        return self._device_logits.logits(*step.logit_index.shape)
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
@@ -123,10 +135,11 @@ class SlotEngine:
             return
         self._variant, self._session = variant, self._open(variant)
         types = {value.name: value.type for value in self._session.get_inputs()}
-        buffers = _BUFFERS[self._provider]
+        for buffer in self._cache:
+            buffer.close()
         self._batch, self._capacity = batch, bucket(1, variant)
         self._cache = [
-            buffers.zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
@@ -145,8 +158,22 @@ class SlotEngine:
         self._closed, self._capacity = True, 0
         self._sessions.clear()
         self._steps.clear()
+        for buffer in self._cache:
+            buffer.close()
         self._cache = []
         self._session = None
+        if self._device_logits is not None:
+            self._device_logits.close()
+        if self._cuda is not None:
+            self._cuda.close()
+
+    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        if self._provider == "cpu":
+            return HostBuffer(shape, dtype)
+        if self._cuda is None:
+            self._cuda = Cuda()
+            self._device_logits = LogitStore(self._cuda, self._spec.vocab_size)
+        return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
         if self._pinned == "gqa" and batch > 1:
@@ -169,7 +196,10 @@ class SlotEngine:
         if not 1 <= rows <= self._batch:
             raise EngineError(f"{rows} rows given, the engine has {self._batch}")
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
-        if int(np.prod(shape)) > self._flat.size:
+        if self._device_logits is not None:
+            if self._device_logits.reserve(shape[0] * shape[1]):
+                self._steps.clear()
+        elif int(np.prod(shape)) > self._flat.size:
             self._flat = np.zeros(shape, np.float32).reshape(-1)
             self._steps.clear()
         if len(self._steps) >= _KEPT_STEPS:
@@ -183,7 +213,7 @@ class SlotEngine:
             past_column=past_lens[:, None],
             logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
             offsets=np.arange(width, dtype=np.int64),
-            logits=self._flat[: int(np.prod(shape))].reshape(shape),
+            logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
         )
         self._bind(step, rows)
         self._steps[rows, width, wanted] = step
@@ -199,7 +229,12 @@ class SlotEngine:
         }
         for name in arrays.keys() & names:
             _bind_host(step.binding.bind_input, name, arrays[name])
-        _bind_host(step.binding.bind_output, "logits", step.logits)
+        if step.logits is not None:
+            _bind_host(step.binding.bind_output, "logits", step.logits)
+        elif self._device_logits is not None:
+            shape = (*step.logit_index.shape, self._spec.vocab_size)
+            place = (CudaBuffer.device, 0, np.dtype(np.float32), shape, self._device_logits.address)
+            step.binding.bind_output("logits", *place)
         for i, buffer in enumerate(self._cache):
             layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
             place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)

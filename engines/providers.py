@@ -12,6 +12,10 @@ from ..errors import EngineError
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _SPIN_US = "2000"
+_OPTIONS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "cuda": {"use_tf32": "0"},
+}  # float32 is float32: who wants speed exports float16
 _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
 
@@ -43,6 +47,17 @@ def onnxruntime() -> Any:
         raise EngineError("no onnxruntime installed: pip install 'leadout[cpu]' or 'leadout[cuda]'") from None
 
 
+def require(provider: str) -> Any:
+    """onnxruntime, if it was built with ``provider``. Raises EngineError saying what to install if not."""
+    ort = onnxruntime()
+    have = ort.get_available_providers()
+    if EXECUTION_PROVIDERS[provider] not in have:
+        raise EngineError(
+            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): pip install 'leadout[cuda]'"
+        )
+    return ort
+
+
 def open_session(path: Path, *, provider: str, threads: int) -> Any:
     """Open the graph at ``path`` with ``threads`` threads of its own.
 
@@ -51,20 +66,15 @@ def open_session(path: Path, *, provider: str, threads: int) -> Any:
     second model one thread, which is no pool.
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
-    ort = onnxruntime()
+    ort = require(provider)
     wanted = EXECUTION_PROVIDERS[provider]
-    if wanted not in ort.get_available_providers():
-        have = ", ".join(ort.get_available_providers())
-        raise EngineError(
-            f"provider '{provider}' is not in this onnxruntime (it has: {have}): pip install 'leadout[cuda]'"
-        )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _FATAL_ONLY
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     try:
-        session = ort.InferenceSession(str(path), options, providers=[wanted])
+        session = ort.InferenceSession(str(path), options, providers=[(wanted, _OPTIONS[provider])])
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != wanted:

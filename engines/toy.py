@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from .base import Logits, ModelSpec, Tokens
+from .base import LogitArray, ModelSpec, Tokens
 
 Law = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
@@ -40,7 +40,7 @@ class ToyEngine:
     def capacity(self) -> int:
         return self._cache.shape[1]
 
-    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LogitArray:
         rows, width = tokens.shape
         self._check(tokens, past_lens)
         self.calls.append((rows, width))
@@ -74,7 +74,7 @@ class ToyEngine:
         if (end := int(past_lens.max()) + width) > self.capacity:
             raise EngineError(f"slot {end} asked of a toy engine with {self.capacity} slots a row; reserve more")
 
-    def _view(self, rows: int, columns: int) -> Logits:
+    def _view(self, rows: int, columns: int) -> LogitArray:
         size = rows * columns * self.spec.vocab_size
         if self._buffer.size < size:
             self._buffer = np.empty(size, np.float32)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..bundle import Model, ModelEntry, file_entry
-from ..engines import Engine, Logits, open_engine
+from ..engines import Engine, open_engine
 from ..errors import EngineError, ExportError
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
@@ -125,13 +125,13 @@ def _compare(engine: Engine, source: Source, progress: Progress) -> dict[str, fl
     return found
 
 
-def _whole(engine: Engine, row: np.ndarray) -> Logits:
+def _whole(engine: Engine, row: np.ndarray) -> np.ndarray:
     engine.reset(1)
     engine.reserve(len(row))
-    return engine.forward(row[None], np.zeros(1, np.int64)).copy()
+    return np.array(engine.forward(row[None], np.zeros(1, np.int64)))
 
 
-def _rewound(engine: Engine, row: np.ndarray, whole: Logits) -> Iterator[float]:
+def _rewound(engine: Engine, row: np.ndarray, whole: np.ndarray) -> Iterator[float]:
     """Each step is taken twice: with wrong tokens, and then, rolled back, with the right ones."""
     engine.reset(1)
     past = 0
@@ -144,18 +144,18 @@ def _rewound(engine: Engine, row: np.ndarray, whole: Logits) -> Iterator[float]:
         past += width
 
 
-def _ragged(engine: Engine, tokens: np.ndarray, whole: Logits) -> Iterator[float]:
+def _ragged(engine: Engine, tokens: np.ndarray, whole: np.ndarray) -> Iterator[float]:
     """Three rows of different pasts in one batch."""
     engine.reset(len(tokens))
     lens = np.zeros(len(tokens), np.int64)
     while (width := min(4, tokens.shape[1] - int(lens.max()))) > 1:
         places = lens[:, None] + np.arange(width)
         rows = np.arange(len(tokens))[:, None]
-        yield _distance(engine.forward(tokens[rows, places], lens), whole[rows, places])
+        yield _distance(np.asarray(engine.forward(tokens[rows, places], lens)), whole[rows, places])
         lens += 1 + np.arange(len(tokens)) % width
 
 
-def _single(engine: Engine, row: np.ndarray, whole: Logits) -> Iterator[float]:
+def _single(engine: Engine, row: np.ndarray, whole: np.ndarray) -> Iterator[float]:
     """One token a step, on top of the first half."""
     half = len(row) // 2
     engine.reset(1)
@@ -164,7 +164,7 @@ def _single(engine: Engine, row: np.ndarray, whole: Logits) -> Iterator[float]:
         yield _distance(engine.forward(row[None, past : past + 1], np.array([past]))[0], whole[past : past + 1])
 
 
-def _distance(found: Logits, expected: Logits) -> float:
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max())
 
 

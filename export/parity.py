@@ -87,9 +87,9 @@ def _alone(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray
     start = len(row) - STEP
     engine.reset(1)
     engine.reserve(len(row))
-    yield engine.forward(row[None, :start], np.array([0]))[0].copy(), logits[:start]
-    yield engine.forward(row[None, start:], np.array([start]))[0].copy(), logits[start:]
-    yield engine.forward(row[None, start : start + 1], np.array([start]))[0].copy(), logits[start : start + 1]
+    yield np.array(engine.forward(row[None, :start], np.array([0]))[0]), logits[:start]
+    yield np.array(engine.forward(row[None, start:], np.array([start]))[0]), logits[start:]
+    yield np.array(engine.forward(row[None, start : start + 1], np.array([start]))[0]), logits[start : start + 1]
 
 
 def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
@@ -101,12 +101,12 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
     engine.reserve(length)
     padded = np.where(np.arange(lens.max()) < lens[:, None], truth.tokens[:, : lens.max()], 0)
     last = engine.forward(padded, np.zeros(rows, np.int64), (lens - 1)[:, None])
-    yield last[:, 0].copy(), truth.logits[each, lens - 1]
+    yield np.array(last[:, 0]), truth.logits[each, lens - 1]
     places = lens[:, None] + np.arange(STEP)
     new = truth.tokens[each[:, None], places]
     vocab = truth.logits.shape[-1]
-    yield engine.forward(new, lens).reshape(-1, vocab).copy(), truth.logits[each[:, None], places].reshape(-1, vocab)
-    yield engine.forward(new[:, :1], lens)[:, 0].copy(), truth.logits[each, lens]
+    yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
+    yield np.array(engine.forward(new[:, :1], lens)[:, 0]), truth.logits[each, lens]
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:

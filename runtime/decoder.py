@@ -8,9 +8,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
@@ -127,6 +124,8 @@ class Decoder:
             )
         if len(prompt) >= spec.max_context:
             raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
+        if settings.draft != "none" and settings.draft_length != "auto" and settings.draft_length >= spec.max_verify:
+            raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
         if settings.draft == "model" and self._model is None:
             raise UsageError("draft 'model' needs a draft model, and there is none (use: draft auto or none)")
 
@@ -178,7 +177,8 @@ class Decoder:
 
     def _plan(self, rows: list[Row]) -> list[Plan]:
         self._pace.rest.tick()
-        limits = [row.sequence.room - 1 for row in rows]
+        widest = self._target.engine.spec.max_verify - 1
+        limits = [min(row.sequence.room - 1, widest) for row in rows]
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
         of_model = [min(each) for each in zip(limits, rooms, strict=True)]
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
@@ -241,7 +241,7 @@ class Decoder:
         return live
 
 
-def judge(row: Row, draft: Draft, logits: NDArray[np.float32]) -> verify.Verdict:
+def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..engines.base import Logits
-from .sampling import LogitRow, Probs
+from ..engines.base import LogitRow, Logits
+from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
 from .steps import Stepper
@@ -114,5 +114,6 @@ class ModelDrafter:
 
     def _fit(self, logits: LogitRow) -> LogitRow:
         if (missing := self._vocab_size - logits.size) <= 0:
-            return logits[: self._vocab_size]
+            row: LogitRow = logits[: self._vocab_size]
+            return row
         return np.concatenate([logits, np.full(missing, -np.inf, np.float32)])

@@ -235,6 +235,7 @@ def load(
     bundle: str | Path,
     *,
     provider: str = "cpu",
+    draft_provider: str | None = None,
     threads: int | None = None,
     variant: str = "auto",
     exact: bool = True,
@@ -242,9 +243,10 @@ def load(
 ) -> Pair:
     """Open a bundle for generating.
 
-    ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools slow each other
-    down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target from steps of width 1, which round
-    differently, so that greedy and coupled answers are bit for bit the target's own. ``batch_size`` is the most
+    ``provider`` says where the models run (``engines.PROVIDERS``), ``draft_provider`` where the draft does if that is
+    elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools slow
+    each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target from steps of width 1, which
+    round differently, so that greedy and coupled answers are bit for bit the target's own. ``batch_size`` is the most
     prompts that run at once. Raises BundleError, EngineError or UsageError.
     """
     if batch_size < 1:
@@ -252,10 +254,13 @@ def load(
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
     check_vocabulary(found.manifest, codec)
-    open_model = {"provider": provider, "variant": variant}
-    target = open_engine(found.model("target"), threads=threads if threads is not None else cores(), **open_model)
+    target = open_engine(
+        found.model("target"), provider=provider, threads=cores() if threads is None else threads, variant=variant
+    )
     try:
-        draft = open_engine(found.model("draft"), threads=1, **open_model) if "draft" in found.manifest.models else None
+        draft = None
+        if "draft" in found.manifest.models:
+            draft = open_engine(found.model("draft"), provider=draft_provider or provider, threads=1, variant=variant)
     except BaseException:
         target.close()
         raise

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engines.base import LogitRow
 from ..errors import EngineError, UsageError
 from .noise import Noise, Purpose
 from .settings import Rule, Settings
 
 Probs = NDArray[np.float64]
-LogitRow = NDArray[np.float32]
 
 
 class Chain:
@@ -97,7 +97,7 @@ class Chain:
         return probs
 
     def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
-        scores = logits.astype(np.float64)
+        scores: Probs = logits.astype(np.float64)
         settings = self.settings
         if self.generated + len(drafted) < settings.min_new_tokens:
             scores[self._ends] = -math.inf
@@ -129,9 +129,13 @@ class Sampler:
         """
         if self.rule == "greedy":
             return self.chain.best(logits, drafted)
+        return int(self.noisy(logits, drafted, position).argmax())
+
+    def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
+        """What ``coupled`` takes the largest of, float64 [V]."""
         scores = self.chain.scores(logits, drafted)
         scores += self.noise.gumbel(position, scores.size)
-        return int(scores.argmax())
+        return scores
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""

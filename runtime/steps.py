@@ -9,7 +9,6 @@ import numpy as np
 from ..engines.base import Engine, Logits, Tokens
 from ..errors import EngineError, LeadoutError
 
-CHUNK = 512
 _FIRST = np.zeros((1, 1), np.int64)
 
 
@@ -36,16 +35,25 @@ class Stepper:
         """Append pieces[b] (may be empty) to row b, in chunks; logits [B, V] after each row's last token."""
         widths = {len(piece) for piece in pieces}
         if widths == {1}:
-            return self._forward(pieces, past, 1, None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0))[:, 0]
+            index = None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0)
+            only: Logits = self._forward(pieces, past, 1, index)[:, 0]
+            return only
         longest, past = max(widths), list(past)
-        while longest > CHUNK:  # rows that are short already wait for the last chunk: it brings every row's logits
-            heads = [piece[: min(CHUNK, max(0, len(piece) - CHUNK))] for piece in pieces]
+        # rows that are short already wait for the last chunk: it brings every row's logits
+        while longest > (chunk := self._widest(past)):
+            heads = [piece[: min(chunk, max(0, len(piece) - chunk))] for piece in pieces]
             self._forward(heads, past, max(map(len, heads)), np.zeros((len(pieces), 1), np.int64))
             past = [length + len(head) for length, head in zip(past, heads, strict=True)]
             pieces = [piece[len(head) :] for piece, head in zip(pieces, heads, strict=True)]
             longest = max(len(piece) for piece in pieces)
         index = np.array([[max(len(piece) - 1, 0)] for piece in pieces], np.int64)
-        return self._forward(pieces, past, longest, index)[:, 0]
+        logits: Logits = self._forward(pieces, past, longest, index)[:, 0]
+        return logits
+
+    def _widest(self, past: Sequence[int]) -> int:
+        """The widest step: padding, too, must find slots where the capacity is fixed."""
+        spec = self.engine.spec
+        return min(spec.max_step, spec.max_context + spec.max_verify - 1 - max(past))
 
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None

@@ -39,6 +39,7 @@ def command(
     batch_size: int,
     as_json: bool,
     provider: str,
+    draft_provider: str | None,
     threads: int | None,
     variant: str,
     exact: bool,
@@ -55,7 +56,8 @@ def command(
         raise UsageError("--batch-size and --limit must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    with load(bundle, provider=provider, threads=threads, variant=variant, exact=exact) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
+    with load(bundle, **where, variant=variant, exact=exact) as pair:
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         report = Bench(pair, wanted, batch_size).run(ids, progress)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import CheckError
+from .options import DEVICE, options
 
 if TYPE_CHECKING:
     from ..runtime.check import Check
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
 
 @click.command("check")
 @click.argument("bundle", type=click.Path())
-@click.option("--provider", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Where to run.")
-@click.option("--threads", type=int, metavar="N", help="The target's threads. [default: all cores]")
+@options(DEVICE)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def command(bundle: str, provider: str, threads: int | None, as_json: bool) -> None:
+def command(bundle: str, provider: str, draft_provider: str | None, threads: int | None, as_json: bool) -> None:
     """Check BUNDLE here, without PyTorch: golden logits, step widths, and the same tokens with and without a draft.
 
     Exits with 7 if anything fails.
@@ -27,7 +27,7 @@ def command(bundle: str, provider: str, threads: int | None, as_json: bool) -> N
     from ..runtime.check import run
 
     failed = []
-    for check in run(bundle, provider=provider, threads=threads):
+    for check in run(bundle, provider=provider, draft_provider=draft_provider, threads=threads):
         click.echo(json.dumps(dataclasses.asdict(check)) if as_json else line(check))
         failed += [] if check.ok else [check.name]
     if failed:

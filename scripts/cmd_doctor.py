@@ -10,19 +10,21 @@ from typing import Any
 
 import click
 
+from ..engines import PROVIDERS, require
 from ..engines.providers import DISTRIBUTIONS, onnxruntime
 from ..errors import EngineError
 
 PARTS = {
     "core": ("numpy", "click", "tokenizers", "jinja2", "rich"),
     "export": ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "optimum", "safetensors"),
-    "tensorrt": ("tensorrt",),
+    "tensorrt": ("tensorrt", "tensorrt-rtx-cu13", "cuda-bindings"),
 }
 
 
 @click.command("doctor")
+@click.option("--provider", type=click.Choice(PROVIDERS), help="Fail, saying what is missing, if this cannot run here.")
 @click.option("--json", "as_json", is_flag=True, help="The findings as one JSON object.")
-def command(as_json: bool) -> None:
+def command(provider: str | None, as_json: bool) -> None:
     """Show versions, providers and conflicts. Fails where Leadout could not generate."""
     found = findings()
     if as_json:
@@ -31,6 +33,8 @@ def command(as_json: bool) -> None:
         show(found)
     if found["conflicts"]:
         raise EngineError(found["conflicts"][0])
+    if provider is not None:
+        require(provider)
 
 
 def findings() -> dict[str, Any]:
@@ -42,6 +46,7 @@ def findings() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "runtime": runtimes,
         "providers": [],
+        "gpu": gpu(),
         "conflicts": [],
     }
     found |= {part: {name: version(name) for name in names} for part, names in PARTS.items()}
@@ -50,6 +55,21 @@ def findings() -> dict[str, Any]:
     except EngineError as error:
         found["conflicts"].append(str(error))
     return found
+
+
+def gpu() -> str:
+    """The first CUDA device, or why there is none."""
+    from ..engines.tensorrt.compat import compute_capability
+    from ..engines.tensorrt.cuda import Cuda
+
+    try:
+        capability, cuda = compute_capability(), Cuda()
+    except EngineError as error:
+        return str(error)
+    try:
+        return f"{cuda.name}, compute capability {capability}, driver for CUDA {cuda.driver}"
+    finally:
+        cuda.close()
 
 
 def version(name: str) -> str | None:

@@ -48,6 +48,7 @@ def command(
     batch_size: int,
     as_json: bool,
     provider: str,
+    draft_provider: str | None,
     threads: int | None,
     variant: str,
     exact: bool,
@@ -64,7 +65,8 @@ def command(
         requests += [Request(**row) for row in read_prompts(batch_file)]
     if not requests:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    with load(bundle, provider=provider, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
+    with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
         if as_json or len(requests) > 1:
             write_batch(pair, requests, given(settings), as_json)
         else:

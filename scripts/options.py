@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..engines import PROVIDERS
 from ..errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -72,12 +73,20 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 
-ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
+DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--provider",
-        {"type": click.Choice(("cpu", "cuda")), "default": "cpu", "show_default": True, "help": "Where to run."},
+        {"type": click.Choice(PROVIDERS), "default": "cpu", "show_default": True, "help": "Where to run."},
+    ),
+    (
+        "--draft-provider",
+        {"type": click.Choice(PROVIDERS), "help": "Where the draft model runs. [default: where the target does]"},
     ),
     ("--threads", {"type": int, "metavar": "N", "help": "The target's threads. [default: all cores]"}),
+)
+
+ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
+    *DEVICE,
     ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
     (
         "--exact/--no-exact",

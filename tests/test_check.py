@@ -14,10 +14,13 @@ import pytest
 
 import leadout
 from leadout.engines.toy import ToyEngine
+from leadout.errors import UsageError
 from leadout.runtime import check
 from leadout.runtime.bench import Bench
 from leadout.runtime.divergence import NEAR_TIE, first_divergence
+from leadout.runtime.noise import Noise
 from leadout.runtime.pair import Pair
+from leadout.runtime.settings import Settings
 
 VOCAB = 16
 
@@ -92,6 +95,28 @@ def test_a_divergence_is_a_near_tie_or_a_fault() -> None:
     assert fault.margin == pytest.approx(np.log(probabilities[order[0]] / probabilities[order[1]]), rel=1e-4)
     shorter = first_divergence(pair, [1, 2], [3], [3, 4])
     assert shorter is not None and not shorter.near_tie
+
+
+def test_a_divergence_of_sampled_answers_is_measured_with_their_noise() -> None:
+    pair: Any = SimpleNamespace(target=ToyEngine(law, VOCAB))
+    settings = Settings(temperature=0.5, seed=7)
+    logits = np.log(law(np.array([1, 2, 3])))
+    scores = 2.0 * logits + Noise(7).gumbel(3, VOCAB)
+    first, second = np.argsort(-scores)[:2].tolist()
+    found = first_divergence(pair, [1, 2], [3, first], [3, second], settings)
+    assert found is not None and found.position == 1
+    assert found.margin == pytest.approx(scores[first] - scores[second], rel=1e-4)
+    assert found.near_tie == (found.margin <= 2.0 * NEAR_TIE["fp32"])
+    with pytest.raises(UsageError, match="with the seed"):
+        first_divergence(pair, [1, 2], [3, first], [3, second], Settings(temperature=0.5, rule="coupled"))
+
+
+def test_widths_may_be_a_little_apart_where_kernels_are() -> None:
+    tokens = np.arange(12, dtype=np.int64)[None] % VOCAB
+    found = check.check_widths("widths", Rounding(5), tokens, 2e-3)
+    assert found.ok and found.name == "widths 2 to 9" and "differ: 5 (by 1.0e-03)" in found.detail
+    assert not check.check_widths("widths", Rounding(5), tokens, 5e-4).ok
+    assert not check.check_widths("widths", Rounding(5), tokens).ok
 
 
 def test_answers_that_differ_are_named() -> None:

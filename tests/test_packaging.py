@@ -28,7 +28,8 @@ def mapped(project: dict[str, Any]) -> dict[str, str]:
 
 def package_files(root: Path, project: dict[str, Any]) -> set[str]:
     """Every module of the package, as a wheel names it."""
-    folders = [root, *(init.parent for init in root.glob("*/__init__.py") if init.parent.name not in OUTSIDE)]
+    names: list[str] = project["tool"]["setuptools"]["packages"]
+    folders = [root.joinpath(*name.split(".")[1:]) for name in names if name not in mapped(project)]
     ours = {f"leadout/{path.relative_to(root)}" for folder in folders for path in folder.glob("*.py")}
     theirs = {
         f"{name.replace('.', '/')}/{path.name}"

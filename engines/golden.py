@@ -1,0 +1,43 @@
+"""``golden.npz``: what transformers said, as the exporter wrote it down: any engine can be held to it anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle import Model
+from ..errors import BundleError
+from .base import Tokens
+
+GOLDEN = "golden.npz"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Golden:
+    """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits."""
+
+    tokens: Tokens
+    lengths: Tokens
+    ids: NDArray[np.int32]
+    logits: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, model: Model) -> Golden | None:
+        """Those of a bundle's model; None where it has none (directories that others wrote)."""
+        return cls.read(model.folder / GOLDEN) if GOLDEN in model.entry.files else None
+
+    @classmethod
+    def read(cls, path: Path) -> Golden:
+        """Raises BundleError if the file is not what the exporter writes."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return cls(*(stored[field.name] for field in dataclasses.fields(cls)))
+        except (OSError, ValueError, KeyError) as error:
+            raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
+
+    def rows(self) -> list[list[int]]:
+        """The token rows without padding."""
+        return [row[:length].tolist() for row, length in zip(self.tokens, self.lengths, strict=True)]

@@ -1,0 +1,127 @@
+"""Where the models run: what is missing is said in one line; draft and target may run on different devices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_tensorrt_host import Plan, build, install
+
+import leadout
+from leadout.bundle import Bundle
+from leadout.engines import PROVIDERS, require
+from leadout.engines.tensorrt import compat, cuda
+from leadout.errors import EngineError, UsageError
+from leadout.runtime import check
+
+SETTINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "leadout.scripts.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def no_gpu() -> bool:
+    try:
+        cuda.Cuda().close()
+    except EngineError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU: nothing is missing")
+@pytest.mark.parametrize("provider", PROVIDERS[1:])
+@pytest.mark.parametrize("command", ["generate", "doctor"])
+def test_what_is_missing_is_one_line_and_no_crash(tiny_bundle: Path, provider: str, command: str) -> None:
+    arguments = (tiny_bundle, "-p", "x", "--max-new-tokens", 2) if command == "generate" else ()
+    done = run(command, *arguments, "--provider", provider)
+    assert done.returncode == EngineError.exit_code
+    assert done.stderr.startswith("leadout: ") and done.stderr.count("\n") == 1, done.stderr
+    assert any(part in done.stderr for part in ("pip install 'leadout[", "no CUDA device", "no NVIDIA driver"))
+    with pytest.raises(EngineError):
+        require(provider)
+
+
+def test_the_cpu_is_always_there(tiny_bundle: Path) -> None:
+    require("cpu")
+    assert json.loads(run("doctor", "--json").stdout)["gpu"].startswith("no ") == no_gpu()
+
+
+def test_an_sdk_that_is_not_there_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in compat.SDKS.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(EngineError, match=rf"{name} does not load .*pip install 'leadout\[{name}\]'"):
+            compat.sdk(name)
+
+
+def test_a_variant_is_onnx_runtime_s(tiny_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="variant 'nonpad' pins a graph of ONNX Runtime's; provider 'tensorrt'"):
+        leadout.load(tiny_bundle, provider="tensorrt", variant="nonpad")
+
+
+def test_other_people_s_models_are_refused_by_name(tiny_bundle: Path) -> None:
+    import dataclasses
+
+    from leadout.engines import open_engine
+
+    model = Bundle.read(tiny_bundle).model("target")
+    other = dataclasses.replace(model, entry=dataclasses.replace(model.entry, dialect="concat"))
+    with pytest.raises(EngineError, match="a concat model runs on provider cpu, not tensorrt"):
+        open_engine(other, provider="tensorrt")
+
+
+def test_a_draft_that_cannot_be_opened_closes_the_target(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leadout.engines.ort import SlotEngine
+
+    closed: list[object] = []
+    monkeypatch.setattr(SlotEngine, "close", lambda engine: closed.append(engine))
+    with pytest.raises(EngineError):
+        leadout.load(tiny_bundle, draft_provider="cuda")
+    assert len(closed) == 1
+
+
+@pytest.fixture(scope="module")
+def built_bundle(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair with an engine beside each model."""
+    path = tmp_path_factory.mktemp("built") / "tiny"
+    shutil.copytree(tiny_bundle, path)
+    for role in ("target", "draft"):
+        build(Bundle.read(path).model(role), Plan(capacity=128, rows=4, prefill=64, verify=9))
+    return path
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT and CUDA are the fakes."""
+    install(monkeypatch)
+
+
+@pytest.mark.parametrize("devices", [("tensorrt", None), ("tensorrt", "cpu"), ("cpu", "tensorrt")])
+def test_the_text_does_not_depend_on_who_runs_where(
+    built_bundle: Path, on_the_host: None, devices: tuple[str, str | None]
+) -> None:
+    prompts = ["def f(x):\n", "import", "a = b = c = a = b = "]
+    with leadout.load(built_bundle, variant="canonical") as pair:
+        expected = [[r.token_ids for r in pair.generate(prompts, max_new_tokens=16, **s)] for s in SETTINGS]
+    with leadout.load(built_bundle, provider=devices[0], draft_provider=devices[1]) as pair:
+        found = [[r.token_ids for r in pair.generate(prompts, max_new_tokens=16, **s)] for s in SETTINGS]
+        names = [type(engine).__name__ for engine in (pair.target, pair.draft)]
+    assert found == expected
+    kinds = {"cpu": "SlotEngine", "tensorrt": "TensorRTEngine"}
+    assert names == [kinds[devices[0]], kinds[devices[1] or devices[0]]]
+
+
+def test_check_holds_a_built_engine_to_account(built_bundle: Path, on_the_host: None) -> None:
+    found = list(check.run(built_bundle, provider="tensorrt", draft_provider="cpu"))
+    assert [(each.name, each.detail) for each in found if not each.ok] == []
+    names = [each.name for each in found]
+    assert "target tensorrt: widths 2 to 9" in names and "draft gqa: golden logits" in names
+    assert "coupled: draft model against none" in names
+    record = next((built_bundle / "target").glob("*.selftest"))
+    assert json.loads(record.read_text())["passed"] is True
