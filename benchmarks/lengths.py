@@ -46,11 +46,12 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
         totals = {name: Totals() for name in ("plain", *runs)}
         plain = next(iter(runs.values()))
         for number, prompt in enumerate([prompts[0], *prompts]):  # the first time warms up
-            order = list(totals) if number % 2 else list(reversed(totals))
-            for name in order:
+            for name in totals if number % 2 else reversed(totals):
                 into = totals[name] if number else Totals()
-                run = plain.time_plain if name == "plain" else runs[name].time_speculative
-                run([prompt], into)
+                (plain.time_plain if name == "plain" else runs[name].time_speculative)([prompt], into)
+            if not number:
+                for run in runs.values():
+                    run.speculative.forget()
     rates = {name: side.tokens_per_second for name, side in totals.items()}
     best = max(map(str, options.lengths), key=rates.__getitem__)
     return {

@@ -23,14 +23,15 @@ from ..engines import Engine, Logits, ModelSpec, Tokens
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
-from .settings import MODEL_DRAFTS, Settings
+from .settings import MAX_DRAFT_LENGTH, MODEL_DRAFTS, Settings
 from .stats import Stats
 
 TIMED_STEPS = 9
 
 
 class Timed:
-    """An engine whose steps are timed; everything else is the engine's own."""
+    """An engine whose rounds are timed: a step wider than any draft, or on an empty cache, is a prompt's and not
+    counted. Everything else is the engine's own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -51,7 +52,9 @@ class Timed:
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         start = perf_counter()
         logits = self.engine.forward(tokens, past_lens, logit_index)
-        self.seconds += perf_counter() - start
+        took = perf_counter() - start
+        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens.any():
+            self.seconds += took
         return logits
 
     def reserve(self, capacity: int) -> None:
@@ -69,7 +72,7 @@ class Timed:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What one side did: wall seconds, those of the prompt, those inside engines, its counters and its tokens."""
+    """What one side did: wall seconds, those of the prompt, those of rounds inside engines, its counters and tokens."""
 
     wall: float = 0.0
     prompt: float = 0.0
@@ -167,7 +170,7 @@ class Bench:
             "predicted_speedup": self._predict(speculative, cost),
             "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
             "tokens_per_round": speculative.count("tokens") / rounds,
-            "host_share": (speculative.wall - speculative.engines) / (speculative.wall - speculative.prompt),
+            "host_share": 1.0 - speculative.engines / (speculative.wall - speculative.prompt),
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..engines.base import Logits
 from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
-from .policy import AutoLength, Costs
+from .policy import AutoLength, Pace
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .suffix import EarlierTexts, OwnText, SuffixPool
@@ -58,13 +58,10 @@ class Cascade:
     from past rounds alone, never from what the draft model is about to propose: so every rule stays exact.
     """
 
-    def __init__(
-        self, settings: Settings, commons: Commons, costs: Costs, model: AutoLength | None, *, narrowest: int = 1
-    ) -> None:
-        """``model`` estimates the draft model (None: it is not to be asked); ``narrowest`` is the least width the
-        target steps with."""
+    def __init__(self, settings: Settings, commons: Commons, pace: Pace, model: AutoLength | None) -> None:
+        """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
-        self._commons, self._costs, self._model, self._narrowest = commons, costs, model, narrowest
+        self._commons, self._pace, self._model = commons, pace, model
         self._drafters = commons.drafters(settings.draft)
 
     def take(self, prompt: Sequence[int]) -> None:
@@ -100,18 +97,18 @@ class Cascade:
         """The one length that matters: a fixed one, or what the start-up measurement asks of a row without a model."""
         if self._fixed is not None or self._model is not None:
             return self._fixed
-        return self._costs.first_length(limit)
+        return self._pace.costs.first_length(limit)
 
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
-        steps = self._costs.target(rows)
-        plan, best = Plan(), 0.0 if whole else 1.0 / (steps[self._narrowest] if steps else 1.0)
+        seconds = self._pace.seconds_without_draft(rows)
+        plan, best = Plan(), 0.0 if whole else 1.0 / seconds[0]
         for each in self._drafters:
             tokens = 1.0
             for length, survival in enumerate(each.guess.survivals, start=1):
                 tokens += survival
-                speed = tokens / (steps[max(length + 1, self._narrowest)] if steps else 1.0)
+                speed = tokens / seconds[length]
                 if speed > best and (not whole or length == len(each.guess.tokens)):
                     plan, best = Plan(each.drafter.name, each.guess.tokens[:length]), speed
         return plan, best
@@ -123,7 +120,7 @@ class Cascade:
             return 0, 0.0
         if self._fixed is not None:
             length = min(self._fixed, limit)
-            return length, self._model.speeds(rows)[length]
-        measuring = self._costs.first_length(limit) is not None
-        speeds = self._model.speeds(rows)
-        return allotted, math.inf if measuring or speeds[allotted] <= speeds[0] else speeds[allotted]
+            return length, self._model.speed(length, rows)
+        promised = self._model.speed(allotted, rows)
+        forced = self._pace.costs.first_length(limit) is not None or promised <= self._model.speed(0, rows)
+        return allotted, math.inf if forced else promised

@@ -14,6 +14,7 @@ Known = TypeVar("Known")
 
 _FIRST_LENGTHS = (4, 8, 2, 1, 3)  # the start-up measurement: each twice, and each still writes text
 _SAMPLES = 2
+_NOTICED = 0.02  # a change smaller than this leaves the table as it is
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
 _DRAFT, _HOST = 0, -1  # stand for a step of the draft and for the host's part among the widths
 
@@ -33,7 +34,7 @@ class Costs:
 
     def record_target(self, rows: int, width: int, seconds: float) -> None:
         middle = self._middle(rows, width, seconds)
-        if middle != self._middles[rows].get(width):
+        if abs(middle - self._middles[rows].get(width, 0.0)) > _NOTICED * middle:
             self._middles[rows][width] = middle
             self._tables.clear()
         self._samples[width] += 1

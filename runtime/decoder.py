@@ -15,7 +15,7 @@ from .cascade import Cascade, Commons, Plan
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
-from .policy import AutoLength, FixedLength, Pace, Policy, Rest
+from .policy import AutoLength, FixedLength, Pace, Policy
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Rule, Settings
@@ -140,11 +140,11 @@ class Decoder:
         if settings.draft in ("model", "none"):
             return None
         model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self.costs, model, narrowest=self._target.narrowest)
+        return Cascade(settings, self._commons, self._pace, model)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1
-        self._pace.rest = Rest()
+        self._pace.start()
         clock = Clock(self._epoch)
         if rows:
             self._target.engine.reset(len(rows))
@@ -176,7 +176,7 @@ class Decoder:
         return drafts
 
     def _plan(self, rows: list[Row]) -> list[Plan]:
-        self._pace.rest.tick()
+        self._pace.tick()
         widest = self._target.engine.spec.max_verify - 1
         limits = [min(row.sequence.room - 1, widest) for row in rows]
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]

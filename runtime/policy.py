@@ -11,6 +11,7 @@ _FIRST_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _FIRST_REST, _LONGEST_REST = 16, 256
+_REFRESH = 8
 _PROBE_LENGTH = 2
 
 
@@ -53,13 +54,16 @@ class Acceptance:
         self._decay = decay
         self._rate_before = before.rate() if before else _FIRST_ACCEPTANCE
         self._before = before.at_positions() if before else [_FIRST_ACCEPTANCE] * MAX_DRAFT_LENGTH
-        self._tested = [0.0] * MAX_DRAFT_LENGTH
-        self._accepted = [0.0] * MAX_DRAFT_LENGTH
+        self._tested: list[float] = []  # as many positions as were ever tested
+        self._accepted: list[float] = []
 
     def observe(self, tested: int, accepted: int) -> None:
-        decay = self._decay
-        self._tested = [decay * n + (position < tested) for position, n in enumerate(self._tested)]
-        self._accepted = [decay * n + (position < accepted) for position, n in enumerate(self._accepted)]
+        while len(self._tested) < tested:
+            self._tested.append(0.0)
+            self._accepted.append(0.0)
+        for position in range(len(self._tested)):
+            self._tested[position] = self._decay * self._tested[position] + (position < tested)
+            self._accepted[position] = self._decay * self._accepted[position] + (position < accepted)
 
     def rate(self) -> float:
         """Over all positions."""
@@ -67,11 +71,21 @@ class Acceptance:
 
     def at_positions(self) -> list[float]:
         """At each of the 16 positions."""
-        weight = _PRIOR_WEIGHT * self.rate() / self._rate_before
-        return [
-            min(1.0, (weight * before + accepted) / (_PRIOR_WEIGHT + tested))
-            for before, accepted, tested in zip(self._before, self._accepted, self._tested, strict=True)
-        ]
+        scale = self.rate() / self._rate_before
+        rates = [min(1.0, scale * before) for before in self._before]
+        for position, (tested, accepted) in enumerate(zip(self._tested, self._accepted, strict=True)):
+            rates[position] = (_PRIOR_WEIGHT * rates[position] + accepted) / (_PRIOR_WEIGHT + tested)
+        return rates
+
+    def expected_tokens(self) -> list[float]:
+        """Of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1,
+        without assuming that positions are alike). Ends where a draft is hardly ever that long: 1 % survives."""
+        tokens, survival = [1.0], 1.0
+        for rate in self.at_positions():
+            if (survival := survival * rate) < 0.01:
+                break
+            tokens.append(tokens[-1] + survival)
+        return tokens
 
 
 class Pace:
@@ -82,14 +96,37 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
+        self._round = 0
+        self._free: dict[int, list[float]] = {}
+        self._modelled: dict[int, list[float]] = {}
+
+    def start(self) -> None:
+        """New requests begin: the switch is on, costs are looked at anew."""
+        self.rest, self._round = Rest(), 0
+
+    def tick(self) -> None:
+        """A round begins. Costs change slowly: those looked up serve for 8 rounds."""
+        self.rest.tick()
+        self._round += 1
+        if self._round % _REFRESH == 0 or self._round < _FIRST_REST:
+            self._free.clear()
+            self._modelled.clear()
+
+    def seconds_without_draft(self, rows: int) -> list[float]:
+        """Expected seconds of a round that verifies 0..16 drafts that cost nothing (one each while nothing is
+        measured)."""
+        if (known := self._free.get(rows)) is None:
+            host, steps = self.costs.host(rows), self.costs.target(rows) or [1.0] * (MAX_DRAFT_LENGTH + 2)
+            widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
+            known = self._free[rows] = [host + steps[width] for width in widths]
+        return known
 
     def seconds(self, rows: int) -> list[float]:
-        """Expected seconds of a round with drafts of 0..16 (one each while nothing is measured)."""
-        if (steps := self.costs.target(rows)) is None:
-            return [1.0] * (MAX_DRAFT_LENGTH + 1)
-        host, draft = self.costs.host(rows), self.costs.draft(rows)
-        widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
-        return [host + length * draft + steps[width] for length, width in enumerate(widths)]
+        """The same with drafts of the draft model."""
+        if (known := self._modelled.get(rows)) is None:
+            draft, free = self.costs.draft(rows), self.seconds_without_draft(rows)
+            known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
+        return known
 
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
         """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
@@ -111,16 +148,26 @@ class Pace:
             return first
         if self.rest.trying:
             return _PROBE_LENGTH
-        seconds = self.seconds(rows)
-        speeds = [
-            sum(policy.tokens[max(0, min(length, limit))] for policy, limit in requests) / seconds[length]
-            for length in range(longest + 1)
-        ]
-        best = speeds.index(max(speeds))
+        best = self._fastest(requests, self.seconds(rows), longest)
         if best:
             self.rest.end()
         else:
             self.rest.begin()
+        return best
+
+    @staticmethod
+    def _fastest(requests: Sequence[tuple[AutoLength, int]], seconds: Sequence[float], longest: int) -> int:
+        best, fastest = 0, 0.0
+        for length in range(longest + 1):
+            tokens, grows = 0.0, False
+            for request, limit in requests:
+                last = min(length, max(limit, 0), len(request.tokens) - 1)
+                tokens += request.tokens[last]
+                grows = grows or last == length
+            if not grows:
+                break
+            if (speed := tokens / seconds[length]) > fastest:
+                best, fastest = length, speed
         return best
 
 
@@ -135,38 +182,23 @@ class FixedLength:
 
 
 class AutoLength:
-    """What one request's rounds say about its drafts; how long they get is its Pace's to say.
-
-    Expected tokens are 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1, without assuming that
-    positions are alike).
-    """
+    """What one request's rounds say about its drafts; how long they get is its Pace's to say."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
-        self._tokens: list[float] | None = None
+        self.tokens = self._acceptance.expected_tokens()
 
     def observe(self, tested: int, accepted: int) -> None:
         """What the last round's verdict was (both 0 if nothing was drafted)."""
         if tested:
             self._acceptance.observe(tested, accepted)
             self._pace.acceptance.observe(tested, accepted)
-            self._tokens = None
+            self.tokens = self._acceptance.expected_tokens()
 
-    @property
-    def tokens(self) -> list[float]:
-        """Expected tokens of a round with drafts of 0..16."""
-        if self._tokens is None:
-            tokens, survival = [1.0], 1.0
-            for acceptance in self._acceptance.at_positions():
-                survival *= acceptance
-                tokens.append(tokens[-1] + survival)
-            self._tokens = tokens
-        return self._tokens
-
-    def speeds(self, rows: int) -> list[float]:
-        """Expected tokens per expected second with drafts of 0..16 (tokens a round while nothing is measured)."""
-        return [tokens / seconds for tokens, seconds in zip(self.tokens, self._pace.seconds(rows), strict=True)]
+    def speed(self, length: int, rows: int) -> float:
+        """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
+        return self.tokens[min(length, len(self.tokens) - 1)] / self._pace.seconds(rows)[length]
 
 
 Policy = FixedLength | AutoLength

@@ -10,9 +10,6 @@ from .free import Step
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
 _HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
 _END = -1  # stands between the texts of a pool: no token, so no match runs across it
-_HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
-_END = -1  # stands between the texts of a pool: no token, so no match runs across it
-_PRIOR = (0.25, 0.4, 0.55, 0.7, 0.8, 0.85)  # for matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens
 _CERTAINTIES = 3  # seen to follow once, two or three times, more often
 _LENGTHS = 6  # matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens
 # Counted on 36 files of Python's standard library, class by class, rounded; where a record starts from.

@@ -32,7 +32,7 @@ def trained(acceptance, table, *, rounds=400, seed=0, **options):
 
 def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
     """The length of a new round, the same for all requests."""
-    pace.rest.tick()
+    pace.tick()
     lengths = pace.lengths(policies, [limit] * len(policies), len(policies))
     assert len(set(lengths)) == 1
     return lengths[0]
