@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
 
-from leadout.engines.toy import mixed_law, table_law
+from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime.cascade import Cascade, Commons, Plan
@@ -127,9 +127,9 @@ def test_every_free_drafter_is_scored_whoever_proposed():
     proposers = []
     for _ in range(60):
         proposers.append(chooser.choose([1], 16, 16, 1).by)
-        chooser.observe([1, 5, 6, 7], [5, 6, 7, 9], np.zeros((4, 12), np.float32))
+        chooser.observe([1, 5, 8, 8], [5, 6], np.zeros((4, 12), np.float32))
     assert proposers[0] == "model" and proposers[-1] == "fixed"
-    assert chooser._drafters[0]._own.rates[0] > 0.9
+    assert chooser._drafters[0]._own.rates[0] > 0.85
 
 
 def decode(requests, *, pair=None, eos=(3,), exact=True, decoder=None):
@@ -205,10 +205,12 @@ def test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone(draft, r
 
 def test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(monkeypatch):
     """Its twin as the target accepts all it ever drafts: between free rounds, in rows that move, after each other."""
-    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.05))
-    target, twin = toy_pair(9, order=2, context=256)[0], toy_pair(9, order=2, context=256)[0]
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.2))
+    law = mixed_law(table_law(9, order=1, sharpness=4.0), table_law(9, seed=1, sharpness=4.0), 0.3)
+    target, twin = (ToyEngine(law, 9, max_context=256) for _ in range(2))  # it repeats, yet depends on the whole text
     lengths = (90, 20, 60, 120, 35)
-    batch = [([1, 2, 3, i], Settings(draft="auto", max_new_tokens=n)) for i, n in enumerate(lengths)]
+    sampling = {"draft": "auto", "temperature": 0.6}
+    batch = [([1, 2, 3, i], Settings(max_new_tokens=n, seed=i, **sampling)) for i, n in enumerate(lengths)]
     _, _, stats = decode(batch, pair=(target, twin), eos=())
     shares = [each.by_drafter for each in stats]
     for share in shares:

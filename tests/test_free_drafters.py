@@ -273,12 +273,12 @@ def scripted(steps, shared=None):
 
 
 def test_scores_on_a_scripted_text_count_what_was_reached():
-    """Guess 5 6 7 8 with classes 0 1 0 1; of the text 5 6 9 the first three are reached, two are right."""
+    """Guess 5 6 7 8 with classes 0 1 0 1; in the text 5 6 9 8 the first three are reached, two of them right."""
     shared = Calibration(Script.prior)
     drafter = scripted([(5, 0), (6, 1), (7, 0), (8, 1)], shared)
     guess = drafter.look([1], 4, 0.0)
     assert guess.tokens == [5, 6, 7, 8] and guess.survivals == [0.5, 0.125, 0.0625, 0.015625]
-    assert drafter.score([5, 6, 9]) == 2
+    assert drafter.score([5, 6, 9, 8]) == 2
     for record, decay in ((shared, 0.998), (drafter._own, 0.98)):
         assert record.rates == pytest.approx([(decay * 1 + 8 * 0.5) / (1 + decay + 8), (1 + 8 * 0.25) / 9])
     assert drafter.score([5]) == 1, "what stands behind the committed text is not known, and not a miss"
