@@ -14,7 +14,7 @@ from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .suffix import EarlierTexts, OwnText, SuffixPool
 
-_FLOOR = 0.02  # no guess goes on once this little of it is expected to be reached
+_FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
 
 
 class Plan(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 Step = tuple[int, int]  # a guessed token and the class of the evidence for it
 
 _PRIOR_WEIGHT = 8.0  # guesses' worth of belief in the prior
-_DECAY = 0.98  # per guess of a class: about the last hundred count
+_DECAY, _ROW_DECAY = 0.998, 0.98  # per guess of a class: about the last 1000 count, and the last 100 of a row
 
 
 class FreeDrafter(Protocol):
@@ -34,17 +34,18 @@ class FreeDrafter(Protocol):
 
 
 class Calibration:
-    """How often guesses of each class of evidence were right: a Beta mean, shrunk to the prior."""
+    """How often guesses of each class of evidence were right: a Beta mean, shrunk to the prior. ``decay`` is what an
+    older guess counts for when the next one of its class comes."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        self._prior = tuple(prior)
+    def __init__(self, prior: Sequence[float], decay: float = _DECAY) -> None:
+        self._prior, self._decay = tuple(prior), decay
         self._right, self._tested = [0.0] * len(prior), [0.0] * len(prior)
         self.rates = list(prior)
 
     def record(self, evidence: int, right: bool) -> None:
         """Count one guess that was reached."""
-        self._right[evidence] = _DECAY * self._right[evidence] + right
-        self._tested[evidence] = _DECAY * self._tested[evidence] + 1.0
+        self._right[evidence] = self._decay * self._right[evidence] + right
+        self._tested[evidence] = self._decay * self._tested[evidence] + 1.0
         right_ones = self._right[evidence] + _PRIOR_WEIGHT * self._prior[evidence]
         self.rates[evidence] = right_ones / (self._tested[evidence] + _PRIOR_WEIGHT)
 
@@ -66,20 +67,21 @@ class Calibrated:
     def __init__(self, drafter: FreeDrafter, shared: Calibration) -> None:
         self.drafter = drafter
         self.guess = Guess()
-        self._shared, self._own = shared, Calibration(shared.rates)
+        self._shared, self._own = shared, Calibration(shared.rates, _ROW_DECAY)
 
     def look(self, tokens: Sequence[int], longest: int, floor: float) -> Guess:
         """Take the text in and guess up to ``longest`` tokens, none after the survival is below ``floor``."""
         self.drafter.take(tokens)
-        self.guess, survival, rates = Guess(), 1.0, self._own.rates
+        guess, survival, rates = Guess(), 1.0, self._own.rates
         for token, evidence in islice(self.drafter.steps(), longest):
             survival *= rates[evidence]
-            self.guess.tokens.append(token)
-            self.guess.evidence.append(evidence)
-            self.guess.survivals.append(survival)
+            guess.tokens.append(token)
+            guess.evidence.append(evidence)
+            guess.survivals.append(survival)
             if survival < floor:
                 break
-        return self.guess
+        self.guess = guess
+        return guess
 
     def score(self, committed: Sequence[int]) -> int:
         """Count the last guess against what was ``committed`` after it, up to the first miss; how many were right.

@@ -70,21 +70,6 @@ class SuffixAutomaton:
         state = self.next[state].get(token, -1)
         return (state, matched + 1) if state >= 0 else (0, 0)
 
-    def continuation(self, state: int, matched: int) -> Iterator[tuple[int, int, int]]:
-        """What followed ``state`` and what followed that: (token, length of the match before it, confidence). Where
-        the text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
-        while True:
-            while state and self.successor[state] < 0:
-                if self.confidence[state]:
-                    return  # an earlier text ended here
-                state = self.link[state]
-                matched = self.length[state]
-            if not state:
-                return
-            token = self.successor[state]
-            yield token, matched, self.confidence[state]
-            state, matched = self.next[state][token], matched + 1
-
     def _learn(self, token: int) -> None:
         state = self.last
         for _ in range(_HOPS):
@@ -134,9 +119,21 @@ class Cursor:
         self.state, self.matched = self.automaton.step(self.state, self.matched, token)
 
     def steps(self) -> Iterator[Step]:
-        """What followed there, with a class by length and certainty of the match."""
-        for token, matched, confidence in self.automaton.continuation(self.state, self.matched):
-            yield token, _evidence(matched, confidence)
+        """What followed there, and what followed that, with a class by length and certainty of each match. Where the
+        text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
+        automaton, state, matched = self.automaton, self.state, self.matched
+        successor, confidence = automaton.successor, automaton.confidence
+        while True:
+            while successor[state] < 0 and state:
+                if confidence[state]:
+                    return  # an earlier text ended here
+                state = automaton.link[state]
+                matched = automaton.length[state]
+            if not state:
+                return
+            token = successor[state]
+            yield token, _evidence(matched, confidence[state])
+            state, matched = automaton.next[state][token], matched + 1
 
 
 class OwnText:

@@ -13,7 +13,8 @@ from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import sampling
 from leadout.runtime.decoder import Decoder, Event
-from leadout.runtime.settings import Settings
+from leadout.runtime.policy import Costs
+from leadout.runtime.settings import MAX_DRAFT_LENGTH, Settings
 
 T = TypeVar("T", bound=Hashable)
 EOS = 3
@@ -101,9 +102,17 @@ class ScriptedNoise:
 
 
 def decode_law(
-    laws: tuple[Law, Law], vocab: int, count: int, monkeypatch: Any, prompt: list[int], **settings: Any
+    laws: tuple[Law, Law],
+    vocab: int,
+    count: int,
+    monkeypatch: Any,
+    prompt: list[int],
+    watch: Callable[[Event], None] = lambda event: None,
+    **settings: Any,
 ) -> dict[tuple[int, ...], float]:
-    """The exact law of the first ``count`` tokens of a whole production run: decoder, drafter, cache, rule."""
+    """The exact law of the first ``count`` tokens of a whole production run: decoder, drafter, cache, rule.
+
+    ``watch`` is told every event of every branch."""
     options = Settings(max_new_tokens=count, ignore_eos=True, **settings)
 
     def run(branches: Branches) -> tuple[int, ...]:
@@ -112,7 +121,10 @@ def decode_law(
             patch.setattr(decoder_module, "draw", lambda weights, coin: coin.draw(weights))
             patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
             decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))
-            return tuple(token for event in decoder.decode([(prompt, options)]) for token, _ in event.tokens)
+            events = list(decoder.decode([(prompt, options)]))
+            for event in events:
+                watch(event)
+            return tuple(token for event in events for token, _ in event.tokens)
 
     return law(run)
 
@@ -160,3 +172,22 @@ def collect(events: Any, count: int) -> tuple[list[list[int]], dict[int, Event]]
             last[event.index] = event
     assert len(last) == count
     return texts, last
+
+
+class FixedCosts(Costs):
+    """Costs as if measured once and for all: a target step of width S takes 1 + per_token * (S - 1) seconds."""
+
+    def __init__(self, per_draft: float = 0.1, per_token: float = 0.02) -> None:
+        super().__init__()
+        for width in 2 * list(range(1, MAX_DRAFT_LENGTH + 2)):
+            super().record_target(1, width, 1 + per_token * (width - 1))
+        super().record_draft(1, 1, per_draft)
+
+    def record_target(self, rows: int, width: int, seconds: float) -> None:
+        pass
+
+    def record_draft(self, rows: int, steps: int, seconds: float) -> None:
+        pass
+
+    def record_host(self, rows: int, seconds: float) -> None:
+        pass

@@ -20,7 +20,7 @@ from leadout.runtime.pair import Piece
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
 from leadout.scripts.cli import COMMANDS, main
-from leadout.scripts.cmd_generate import write_stream
+from leadout.scripts.cmd_generate import summarise, write_stream
 from leadout.scripts.options import given
 
 KEYS = {"text", "token_ids", "finish_reason", "lossless", "rule", "seed", "stats"}
@@ -30,6 +30,7 @@ STATS = {
     "accepted",
     "acceptance_rate",
     "accepted_per_position",
+    "by_drafter",
     "tokens_per_round",
     "tokens_per_second",
     "seconds",
@@ -99,6 +100,15 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny_bundle: Path) -> Non
     assert "\x1b[" not in result.stdout, "no colours where nobody looks"
 
 
+def test_the_summary_of_auto_says_whose_tokens_were_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = Stats()
+    for by, accepted in (("model", 2), ("suffix", 5), ("none", 0), ("recycling", 0)):
+        stats.record(drafted=accepted + 1, tested=accepted + 1, accepted=accepted, tokens=accepted + 1, by=by)
+    result = SimpleNamespace(stats=stats, draft="auto", rule="greedy", seed=None, finish_reason="length")
+    summarise(result)  # type: ignore[arg-type]
+    assert "draft auto: 7 of 11 accepted (suffix 5, model 2); greedy" in capsys.readouterr().err
+
+
 def test_a_terminal_gets_tints_but_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +152,9 @@ def test_a_batch_file_sets_each_row_s_settings(tiny_bundle: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--batch-size", "2"), ("--temperature", "1"), ("--draft", "ngram")])
+@pytest.mark.parametrize(
+    "options", [(), ("--batch-size", "2"), ("--temperature", "1"), ("--draft", "ngram"), ("--draft", "auto")]
+)
 def test_bench_reports_every_promised_figure(tiny_bundle: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("x = 1", PROMPT)), encoding="utf-8")
@@ -154,6 +166,7 @@ def test_bench_reports_every_promised_figure(tiny_bundle: Path, tmp_path: Path, 
     assert report["speedup"] == pytest.approx(ratio)
     assert report["predicted_speedup"] > 0 and 0 < report["host_share"] < 1
     assert 0 <= report["acceptance_rate"] <= 1 and report["tokens_per_round"] >= 1
+    assert sum(share["rounds"] for share in report["by_drafter"].values()) > 0
     assert report["identical_outputs"] is (None if "--temperature" in options else True)
     assert all(divergence["near_tie"] for divergence in report["plain_divergences"] or ())
     assert {"processor", "cores"} <= set(report["hardware"]) and "onnxruntime" in report["versions"]

@@ -18,7 +18,7 @@ import leadout
 from leadout.scripts.cli import main
 bundle = sys.argv[1]
 with leadout.load(bundle) as pair:
-    for draft in ("model", "ngram", "none"):
+    for draft in ("auto", "model", "suffix", "recycling", "ngram", "none"):
         assert len(pair.generate("def f(x):", draft=draft, max_new_tokens=6, ignore_eos=True).token_ids) == 6
     assert len(pair.generate(["a = 1", "b"], temperature=1.0, max_new_tokens=6)) == 2
     assert list(pair.stream("def f(x):", max_new_tokens=6))

@@ -1,0 +1,53 @@
+"""The prompts that benchmarks use, and the program that counts who proposed what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from leadout.runtime.settings import DRAFTS
+from leadout.scripts.make_prompts import HELD_OUT, main
+
+
+@pytest.mark.parametrize(("options", "name", "each"), [((), "prompts.jsonl", 10), (("--kinds",), "kinds.jsonl", 12)])
+def test_prompts_are_of_four_kinds_and_from_held_out_files(
+    root: Path, options: tuple[str, ...], name: str, each: int
+) -> None:
+    rows = [json.loads(line) for line in (root / "benchmarks" / name).read_text(encoding="utf-8").splitlines()]
+    assert Counter(row["kind"] for row in rows) == dict.fromkeys(("completion", "prose", "table", "edit"), each)
+    assert {row["file"] for row in rows} <= set(HELD_OUT.read_text(encoding="utf-8").split())
+    made = CliRunner().invoke(main, options).stdout.splitlines()
+    assert [json.loads(line)["kind"] for line in made] == [row["kind"] for row in rows]
+    assert made == CliRunner().invoke(main, options).stdout.splitlines(), "the same every time"
+
+
+def test_an_edit_is_a_function_and_the_first_half_of_it_with_names_replaced(root: Path) -> None:
+    lines = (root / "benchmarks" / "kinds.jsonl").read_text(encoding="utf-8").splitlines()
+    for row in (json.loads(line) for line in lines):
+        if row["kind"] != "edit":
+            continue
+        head = next(line for line in row["prompt"].splitlines(keepends=True) if "_2(" in line)
+        whole, half = row["prompt"].split(head)
+        assert head.split("_2(")[0] + "(" in whole and "new_" in head and 0 < len(half) < len(whole)
+
+
+@pytest.mark.slow
+def test_drafters_are_counted_over_kinds(root: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "kinds.jsonl"
+    rows = [{"kind": kind, "prompt": text} for kind, text in (("a", "x = 1\nx = 1\n"), ("b", "import"), ("a", "y"))]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = [sys.executable, str(root / "benchmarks" / "drafters.py"), str(tiny_bundle), "--prompts", str(path)]
+    options = ["--max-new-tokens", "12", "--json"]
+    report = json.loads(subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout)
+    assert list(report) == ["a", "b"] and all(list(kind) == list(DRAFTS) for kind in report.values())
+    for row in (row for kind in report.values() for row in kind.values()):
+        accepted = sum(share["accepted"] for share in row["by_drafter"].values())
+        assert accepted + row["rounds"] >= row["tokens"] and row["tokens_per_round"] == row["tokens"] / row["rounds"]
+    path.write_text("{}", encoding="utf-8")
+    assert "line 1: expected" in subprocess.run(command, capture_output=True, text=True).stderr

@@ -1,0 +1,309 @@
+"""Who drafts: the choice itself from given costs, and whole runs in which it changes from round to round."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+
+from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.errors import UsageError
+from leadout.runtime import decoder as decoder_module
+from leadout.runtime.cascade import Cascade, Commons, Plan
+from leadout.runtime.costs import Costs
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.pair import load
+from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.settings import DRAFTS, Settings
+
+FREE = ("suffix", "recycling", "ngram", "auto")
+REPEATS = [4, 5, 6, 4, 5, 6, 4, 5]
+
+
+def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, narrowest=1):
+    """The cascade of an ``auto`` row; with ``steps``, of one free drafter that guesses those tokens at ``rate``."""
+    costs = costs or FixedCosts()
+    pace = Pace(costs, narrowest)
+    policy = AutoLength(pace) if model else None
+    made = Cascade(Settings(draft="auto", draft_length=length), Commons(), pace, policy)
+    if steps is not None:
+        made._drafters = [Calibrated(Fixed(steps), Calibration((rate,)))]
+    return made, policy
+
+
+def choose(chooser, limit, of_model):
+    """The plan of a new round for a row that is alone."""
+    pace, model = chooser._pace, chooser._model
+    pace.tick()
+    allotted = pace.lengths([model], [of_model], 1)[0] if model else 0
+    return chooser.choose([1], limit, of_model, allotted, 1)
+
+
+class Fixed:
+    name, prior = "fixed", (0.5,)
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def take(self, tokens):
+        pass
+
+    def steps(self):
+        return ((token, 0) for token in self.tokens)
+
+
+def speed(length, rate, per_token=0.02):
+    """Tokens a second of a guess of ``length`` tokens, each right with probability ``rate`` when it is reached."""
+    return sum(rate**i for i in range(length + 1)) / (1 + per_token * length)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("per_token", [0.01, 0.1, 0.5])
+def test_a_guess_is_cut_where_a_verified_token_costs_more_than_it_brings(rate, per_token):
+    chooser, _ = cascade(range(16), costs=FixedCosts(per_token=per_token), rate=rate)
+    plan = choose(chooser, 99, 0)
+    best = max(speed(length, rate, per_token) for length in range(17))
+    assert speed(len(plan.tokens), rate, per_token) > 0.99 * best, "but for the floor, below which nobody looks"
+    assert plan.by == ("fixed" if plan.tokens else "none") and plan.length == 0
+
+
+def test_a_first_draft_that_only_fills_the_least_width_is_worth_any_chance():
+    assert len(choose(cascade([5, 5], rate=0.01, narrowest=2)[0], 9, 0).tokens) == 1
+    assert len(choose(cascade([5, 5], rate=0.01, narrowest=1)[0], 9, 0).tokens) == 0
+
+
+def test_limits_and_fixed_lengths_hold():
+    for limit in (-1, 0, 1, 3):
+        assert len(choose(cascade(range(16))[0], limit, limit).tokens) == max(limit, 0)
+        for model in (False, True):
+            fixed, _ = cascade(range(9), length=2, model=model, rate=0.99)
+            plan = choose(fixed, limit, limit)
+            assert (plan.by, list(plan.tokens)) == ("fixed" if limit > 0 else "none", [0, 1][: max(0, limit)])
+    assert len(choose(cascade(range(9), length=5, rate=0.01)[0], 16, 0).tokens) == 5, "a fixed length is fixed"
+    assert [choose(cascade([], length=5, model=True)[0], 16, room).length for room in (9, 2, 0)] == [5, 2, 0]
+
+
+def test_the_most_promising_of_free_drafters_and_model_drafts():
+    """The model promises (0.7 and its powers) at 0.1 seconds a token; a guess must beat that per second."""
+    chosen = {}
+    for rate in (0.1, 0.5, 0.66, 0.8, 0.95):
+        chooser, policy = cascade(range(16), model=True, rate=rate)
+        plan = choose(chooser, 16, 16)
+        speeds = [policy.speed(length, 1) for length in range(17)]
+        free = max(speed(length, rate) for length in range(17))
+        assert plan.by == ("model" if max(speeds) > free else "fixed")
+        assert (plan.length == speeds.index(max(speeds))) if plan.by == "model" else plan.tokens
+        chosen[rate] = plan.by
+    assert list(chosen.values()) == ["model", "model", "fixed", "fixed", "fixed"]
+    assert choose(cascade([], model=True)[0], 16, 16).by == "model", "a miss is the model's"
+    assert choose(cascade([], model=True)[0], 16, 0) == Plan(), "unless it has no room"
+
+
+def test_a_draft_model_that_rests_is_tried_again_although_a_guess_is_better():
+    costs = FixedCosts(per_draft=0.9)
+    chooser, policy = cascade([5, 5, 5], costs=costs, model=True, rate=0.5)
+    for _ in range(60):
+        policy.observe(1, 0)
+    plans = [choose(chooser, 16, 16) for _ in range(60)]
+    tries = [i for i, plan in enumerate(plans) if plan.by == "model"]
+    assert {plan.by for plan in plans} == {"fixed", "model"} and plans[tries[0]].length == 2
+    assert len(tries) == 2 and tries[1] - tries[0] > 16, "each failed try doubles the rest"
+
+
+@pytest.mark.parametrize("model", [True, False])
+def test_the_start_up_measurement_is_made_by_whoever_there_is(model):
+    costs = Costs()
+    chooser, _ = cascade(range(16), costs=costs, model=model, rate=0.01)
+    lengths = []
+    for _ in range(10):
+        plan = choose(chooser, 16, 16)
+        assert plan.by == ("model" if model else "fixed")
+        lengths.append(plan.length or len(plan.tokens))
+        costs.record_target(1, lengths[-1] + 1, 1.0 + 0.1 * lengths[-1])
+        costs.record_draft(1, plan.length, 0.2 * plan.length)
+    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3]
+    if not model:
+        assert len(choose(chooser, 16, 16).tokens) <= 1, "and then the guess is known to be worth nothing"
+
+
+def test_every_free_drafter_is_scored_whoever_proposed():
+    chooser, _ = cascade([5, 6, 7], model=True, rate=0.3)
+    proposers = []
+    for _ in range(60):
+        proposers.append(choose(chooser, 16, 16).by)
+        chooser.observe([1, 5, 8, 8], [5, 6], np.zeros((4, 12), np.float32))
+    assert proposers[0] == "model" and proposers[-1] == "fixed"
+    assert chooser._drafters[0]._own.rates[0] > 0.85
+
+
+def decode(requests, *, pair=None, eos=(3,), exact=True, decoder=None):
+    decoder = decoder or Decoder(*(pair or toy_pair(order=2)), exact=exact)
+    texts, last = collect(decoder.decode(requests, eos_token_ids=eos), len(requests))
+    return texts, [last[i].finish_reason for i in range(len(requests))], [last[i].stats for i in range(len(requests))]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize("draft", FREE)
+def test_no_drafter_changes_a_text(draft, sampling):
+    prompts = ([1], REPEATS, list(range(20)), [7] * 41)
+    plain = decode([(prompt, Settings(draft="none", **sampling)) for prompt in prompts])
+    for length in (0, 1, 3, 16, "auto"):
+        decoder = Decoder(*toy_pair(order=2))
+        batch = [(prompt, Settings(draft=draft, draft_length=length, **sampling)) for prompt in prompts]
+        for _ in range(2):  # the second time out of the pool
+            assert decode(batch, decoder=decoder)[:2] == plain[:2]
+        for request, text in zip(batch, plain[0], strict=True):
+            assert decode([request], decoder=decoder)[0] == [text]
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 22), min_size=1, max_size=30),
+            st.fixed_dictionaries(
+                {
+                    "max_new_tokens": st.integers(1, 30),
+                    "draft": st.sampled_from(DRAFTS),
+                    "draft_length": st.sampled_from([1, 4, "auto"]),
+                    "temperature": st.sampled_from([0.0, 0.9]),
+                    "seed": st.integers(0, 9),
+                }
+            ),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.booleans(),
+)
+def test_any_batch_of_any_drafters_equals_plain_decoding(requests, exact):
+    batch = [(prompt, Settings(**options)) for prompt, options in requests]
+    plain = [(prompt, Settings(**(options | {"draft": "none"}))) for prompt, options in requests]
+    decoder = Decoder(*toy_pair(order=1), exact=exact)
+    expected = [decode([request], pair=toy_pair(order=1), exact=exact)[0][0] for request in plain]
+    for _ in range(2):
+        assert decode(batch, decoder=decoder)[0] == expected
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("draft", FREE)
+def test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone(draft, rule, monkeypatch):
+    """Every branch, drafts of two: under auto some sequences mix one-hot rounds with the model's."""
+    target, prompt, mixed = table_law(3, seed=4), [1, 2, 1, 2, 1], Counter()
+    laws = target, mixed_law(target, table_law(3, seed=5), 0.8)
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.05))
+
+    def watch(event):
+        if event.stats is not None:
+            mixed[tuple(sorted(event.stats.by_drafter))] += 1
+
+    count = 4 if draft == "auto" else 3
+    options = {"temperature": 0.5, "draft_length": 2, "rule": rule, "draft": draft}
+    found = decode_law(laws, 3, count, monkeypatch, prompt, watch, **options)
+    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, count)) < 1e-12
+    if draft == "auto":
+        assert any({"model", "suffix"} <= set(names) for names in mixed)
+    else:
+        assert all(set(names) <= {draft, "none"} for names in mixed) and any(draft in names for names in mixed)
+
+
+def test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(monkeypatch):
+    """Its twin as the target accepts all it ever drafts: between free rounds, in rows that move, after each other."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.2))
+    law = mixed_law(table_law(9, order=1, sharpness=4.0), table_law(9, seed=1, sharpness=4.0), 0.3)
+    target, twin = (ToyEngine(law, 9, max_context=256) for _ in range(2))  # it repeats, yet depends on the whole text
+    lengths = (90, 20, 60, 120, 35)
+    sampling = {"draft": "auto", "temperature": 0.6}
+    batch = [([1, 2, 3, i], Settings(max_new_tokens=n, seed=i, **sampling)) for i, n in enumerate(lengths)]
+    _, _, stats = decode(batch, pair=(target, twin), eos=())
+    shares = [each.by_drafter for each in stats]
+    for share in shares:
+        assert share["model"]["accepted"] == share["model"]["tested"] > 0
+    free = [share.get("suffix", {}).get("rounds", 0) + share.get("recycling", {}).get("rounds", 0) for share in shares]
+    assert sum(count > 0 for count in free) >= 3
+
+
+def test_the_draft_model_is_not_asked_for_rows_that_guess(monkeypatch):
+    """What it costs is counted: no step of the draft in a round in which every row has a better guess."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=5.0))
+    target, draft = toy_pair(9, order=1)
+    _, _, stats = decode([([1, 2, 3], Settings(draft="auto", max_new_tokens=80))], pair=(target, draft), eos=())
+    share = stats[0].by_drafter
+    assert sum(width for _, width in draft.calls) <= 2 + 80 + share.get("model", {"drafted": 0})["drafted"]
+    free = sum(share[name]["rounds"] for name in ("suffix", "recycling"))
+    assert share.get("model", {"rounds": 0})["rounds"] <= 3 < free
+
+
+def test_shares_add_up_and_drafted_tokens_are_marked():
+    decoder = Decoder(*toy_pair(order=2))
+    for draft in DRAFTS:
+        events = list(decoder.decode([(REPEATS, Settings(draft=draft, max_new_tokens=60))]))
+        stats = events[-1].stats
+        for name in ("rounds", "drafted", "tested", "accepted"):
+            assert sum(share[name] for share in stats.by_drafter.values()) == getattr(stats, name)
+        allowed = {"model", "suffix", "recycling"} if draft == "auto" else {draft}
+        assert set(stats.by_drafter) <= allowed | {"none"}
+        assert sum(from_draft for event in events for _, from_draft in event.tokens) == stats.accepted
+        assert stats.to_dict()["by_drafter"] == stats.by_drafter
+        assert stats.by_drafter.get("none", {"drafted": 0})["drafted"] == 0
+
+
+@pytest.mark.parametrize("draft", ["suffix", "auto"])
+def test_an_earlier_answer_speeds_up_a_later_one_until_it_is_forgotten(draft):
+    """A target without any repetition of its own: only the pool can know what comes."""
+    pair = toy_pair(200, order=None, context=128)
+    request = [([1, 2, 3], Settings(draft=draft, max_new_tokens=60, draft_length=8, temperature=1.0, seed=3))]
+    decoder = Decoder(pair[0], None)
+    first, again = (decode(request, decoder=decoder, eos=())[2][0] for _ in range(2))
+    assert again.rounds < first.rounds / 3 and again.by_drafter["suffix"]["accepted"] > 40
+    decoder.forget()
+    assert decode(request, decoder=decoder, eos=())[2][0].rounds == first.rounds
+
+
+def test_recycling_learns_from_rows_the_answer_never_used():
+    """Rows behind a rejection: what they say is drafted later, by rows that never wrote it."""
+    pair = toy_pair(30, order=1, context=128)
+    decoder = Decoder(pair[0], None)
+    settings = Settings(draft="recycling", draft_length=4, max_new_tokens=40)
+    decode([([1, 2, 3], settings)], decoder=decoder, eos=())
+    known = decoder._commons.successors
+    assert 0 < len(known) <= 30
+    stats = decode([([1, 2, 3], settings)], decoder=decoder, eos=())[2][0]
+    assert stats.acceptance_rate > 0.9, "the law depends on one token: its chain is known by now"
+
+
+def test_auto_without_a_draft_model_uses_what_is_free_and_model_is_refused():
+    target = toy_pair(order=1)[0]
+    stats = decode([(REPEATS, Settings(draft="auto", max_new_tokens=60))], decoder=Decoder(target, None), eos=())[2][0]
+    assert set(stats.by_drafter) <= {"suffix", "recycling", "none"} and stats.accepted > 20
+    with pytest.raises(UsageError, match="draft 'model' needs a draft model"):
+        Decoder(target, None).decode([([1], Settings(draft="model"))])
+
+
+def test_which_rule_goes_with_which_drafter():
+    rules = {draft: Settings(temperature=1.0, draft=draft).acceptance_rule for draft in DRAFTS}
+    assert rules == dict.fromkeys(DRAFTS, "coupled") | {"auto": "block", "model": "block"}
+    assert {Settings(temperature=1.0, draft=draft, seed=1).acceptance_rule for draft in DRAFTS} == {"coupled"}
+    assert {Settings(draft=draft).acceptance_rule for draft in DRAFTS} == {"greedy"}
+
+
+def test_a_real_pair_writes_the_same_with_every_drafter(tiny_bundle):
+    prompts = ["def f(x):\n    return x\n\n\ndef g(x):\n", "class A:\n", "import os\nimport sys\nimport os\n"]
+    with load(tiny_bundle) as pair:
+        for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 7, "rule": "coupled"}):
+            wanted = {"max_new_tokens": 40, "ignore_eos": True, **sampling}
+            alone = [pair.generate(prompt, draft="none", **wanted).token_ids for prompt in prompts]
+            batch = [result.token_ids for result in pair.generate(prompts, draft="none", **wanted)]
+            for draft, length in itertools.product(FREE, (3, "auto")):
+                drafting = wanted | {"draft": draft, "draft_length": length}
+                assert [pair.generate(prompt, **drafting).token_ids for prompt in prompts] == alone, draft
+                assert [result.token_ids for result in pair.generate(prompts, **drafting)] == batch, draft
+        pair.forget()
+        assert len(pair.decoder._commons.successors) == 0

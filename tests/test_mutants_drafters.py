@@ -1,0 +1,210 @@
+"""The tests of the free drafters and the cascade are tested: each of these bugs must be found by one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_cascade
+import test_free_drafters
+from support_runtime import FixedCosts, toy_pair
+from test_mutants import Mutant, mutate
+
+from leadout.errors import LeadoutError
+from leadout.runtime import cascade, decoder, free, policy, recycling, suffix
+from leadout.runtime.settings import Settings
+
+
+def draws(count=50):
+    """Texts of three tokens, the same ones every time: what the property tests check, without their search."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        yield rng, rng.integers(0, 3, rng.integers(1, 26)).tolist()
+
+
+def automata_hold(monkeypatch):
+    whole = test_free_drafters.test_an_automaton_knows_every_substring_and_what_followed_it.hypothesis.inner_test
+    goes_on = test_free_drafters.test_a_row_s_own_text_goes_on_as_the_slow_search_says.hypothesis.inner_test
+    with monkeypatch.context() as patch:
+        patch.setattr(suffix, "_HOPS", 10**9)
+        for _, text in draws():
+            whole(text)
+            goes_on(text, 7)
+
+
+def readers_find_their_place(monkeypatch):
+    reader = test_free_drafters.test_a_cursor_is_at_the_longest_end_that_stands_in_a_text_that_grows_meanwhile
+    for rng, text in draws():
+        reader.hypothesis.inner_test(text, rng.integers(0, 3, 25).tolist(), (rng.random(80) < 0.5).tolist())
+
+
+def texts_are_bounded_and_apart(monkeypatch):
+    pool = test_free_drafters.test_a_pool_never_matches_across_texts_nor_guesses_their_end.hypothesis.inner_test
+    for rng, text in draws():
+        pool([rng.integers(0, 3, rng.integers(1, 25)).tolist() for _ in range(8)], text)
+    test_free_drafters.test_the_pool_drops_the_oldest_and_keeps_the_latest()
+    test_free_drafters.test_a_row_s_own_text_is_bounded_and_reaches_into_the_generation_before()
+
+
+def guesses_are_scored_right(monkeypatch):
+    test_free_drafters.test_scores_on_a_scripted_text_count_what_was_reached()
+    test_cascade.test_every_free_drafter_is_scored_whoever_proposed()
+
+
+def rows_teach(monkeypatch):
+    test_free_drafters.test_a_round_teaches_its_committed_tokens_and_the_maxima_behind_the_rejection()
+    counters = test_free_drafters.test_successors_are_two_bit_counters_one_a_token.hypothesis.inner_test
+    for rng, _ in draws():
+        counters([tuple(pair) for pair in rng.integers(0, 4, (60, 2)).tolist()])
+
+
+def periods_go_on(monkeypatch):
+    test_free_drafters.test_a_period_goes_on()
+
+
+def choices_are_the_best(monkeypatch):
+    test_cascade.test_a_guess_is_cut_where_a_verified_token_costs_more_than_it_brings(0.6, 0.5)
+    test_cascade.test_the_most_promising_of_free_drafters_and_model_drafts()
+    test_cascade.test_limits_and_fixed_lengths_hold()
+    test_cascade.test_a_draft_model_that_rests_is_tried_again_although_a_guess_is_better()
+
+
+def start_up_is_measured(monkeypatch):
+    for model in (True, False):
+        test_cascade.test_the_start_up_measurement_is_made_by_whoever_there_is(model)
+
+
+def the_draft_s_cache_is_right(monkeypatch):
+    with monkeypatch.context() as patch:
+        test_cascade.test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(patch)
+
+
+def laws_hold(monkeypatch):
+    with monkeypatch.context() as patch:
+        test_cascade.test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone("auto", "block", patch)
+
+
+def shares_add_up(monkeypatch):
+    test_cascade.test_shares_add_up_and_drafted_tokens_are_marked()
+
+
+def earlier_answers_help(monkeypatch):
+    test_cascade.test_an_earlier_answer_speeds_up_a_later_one_until_it_is_forgotten("suffix")
+
+
+def the_model_is_judged_by_its_own_drafts(monkeypatch):
+    """The draft model is the target's twin: whatever the free drafters got wrong, its own record is without a miss."""
+    made = []
+
+    class Spied(cascade.Cascade):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "Costs", lambda: FixedCosts(per_draft=0.3))
+        patch.setattr(decoder, "Cascade", Spied)
+        pair = toy_pair(5, order=2)[0], toy_pair(5, order=2)[0]
+        request = [([1, 2, 3], Settings(draft="auto", max_new_tokens=90, temperature=1.0, seed=3))]
+        share = test_cascade.decode(request, pair=pair, eos=())[2][0].by_drafter
+    assert any(share[name]["accepted"] < share[name]["tested"] for name in share), "somebody was wrong"
+    assert share["model"]["tested"] > 0
+    assert made[0]._model._acceptance._accepted == made[0]._model._acceptance._tested
+
+
+def a_row_s_guesses_do_not_depend_on_its_neighbours(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "Costs", lambda: FixedCosts())
+        batch = [(test_cascade.REPEATS, Settings(draft=draft, max_new_tokens=50)) for draft in ("model", "ngram")]
+        together = test_cascade.decode(batch, eos=())[2]
+        alone = [test_cascade.decode([request], eos=())[2][0] for request in batch]
+    assert [each.by_drafter for each in together] == [each.by_drafter for each in alone]
+
+
+CHECKS = [
+    automata_hold,
+    readers_find_their_place,
+    texts_are_bounded_and_apart,
+    guesses_are_scored_right,
+    rows_teach,
+    periods_go_on,
+    choices_are_the_best,
+    start_up_is_measured,
+    shares_add_up,
+    earlier_answers_help,
+    the_model_is_judged_by_its_own_drafts,
+    a_row_s_guesses_do_not_depend_on_its_neighbours,
+    the_draft_s_cache_is_right,
+    laws_hold,
+]
+
+A, P, D = suffix.SuffixAutomaton, suffix.SuffixPool, decoder.Decoder
+
+MUTANTS = [
+    Mutant("a split part forgets what followed", A, "_split", "self.successor[found], self.confidence[found]", "-1, 0"),
+    Mutant("a split part is linked past", A, "_split", "self.link[found] = part", "pass"),
+    Mutant("a reader ignores splits", A, "step", "matched <= self.length[self.link[state]]", "False"),
+    Mutant("a reader claims its old match", A, "step", "matched = self.length[state]", "pass"),
+    Mutant("exceptions do not count", A, "_learn", "self.confidence[state] >>= 1", "pass"),
+    Mutant("matches do not grow", suffix.Cursor, "steps", "matched + 1", "matched"),
+    Mutant("the text's end stops a guess", suffix.Cursor, "steps", "if confidence[state]:", "if True:"),
+    Mutant(
+        "texts run into each other", P, "add", "(*tokens[-self._window + 1 :], _END)", "tokens[-self._window + 1 :]"
+    ),
+    Mutant("nothing is dropped", P, "add", "[self.generations[-1], Suffix", "[*self.generations, Suffix"),
+    Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
+    Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
+    Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(token)", "pass"),
+    Mutant("a period ends with the text", free.NgramDrafter, "steps", "i % period", "i"),
+    Mutant("guesses behind a miss are counted", free.Calibrated, "score", "break", "continue"),
+    Mutant("every guess was right", free.Calibrated, "score", "guessed == token)", "True)"),
+    Mutant("survivals do not multiply", free.Calibrated, "look", "survival *= rates", "survival = rates"),
+    Mutant(
+        "rows of the token before",
+        recycling.Successors,
+        "record_round",
+        "rows[len(new) : len(fed)]",
+        "rows[len(new) - 1 : len(fed) - 1]",
+    ),
+    Mutant("rejected rows teach nothing", recycling.Successors, "record_round", "len(new) < len(fed)", "False"),
+    Mutant("a sure successor is replaced at once", recycling.Successors, "record", "certainty > 1", "False"),
+    Mutant(
+        "only text that was drafted is scored", cascade.Cascade, "observe", "each.score(new)", "each.score(fed[1:])"
+    ),
+    Mutant("the model before any guess", cascade.Cascade, "choose", "promised > speed", "promised > 0"),
+    Mutant("the model never", cascade.Cascade, "choose", "promised > speed", "promised > 99"),
+    Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
+    Mutant("no try after a rest", cascade.Cascade, "_from_model", "promised <= self._model.speed(0, rows)", "False"),
+    Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.costs.first_length(limit)", "None"),
+    Mutant(
+        "verification is free", policy.Pace, "seconds_without_draft", "steps[width] for width", "steps[2] for width"
+    ),
+    Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
+    Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
+    Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
+    Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
+    Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),
+    Mutant("a moved row leaves its draft cache", D, "_retire", "self._drafting.move(len(live), place)", "pass"),
+    Mutant(
+        "the model's unlikely drafts are dropped",
+        D,
+        "_propose",
+        "new if n else old",
+        "old if n and new.q and new.q[0][new.tokens[0]] < 0.4 else new if n else old",
+    ),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_healthy_code_passes(check, monkeypatch):
+    check(monkeypatch)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    mutate(monkeypatch, mutant)
+    for check in CHECKS:
+        try:
+            check(monkeypatch)
+        except (AssertionError, LeadoutError, LookupError):
+            return
+    pytest.fail(f"nothing noticed: {mutant.bug}")
