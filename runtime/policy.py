@@ -79,10 +79,10 @@ class Acceptance:
 
     def expected_tokens(self) -> list[float]:
         """Of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1,
-        without assuming that positions are alike). Ends where a draft is hardly ever that long: 1 % survives."""
+        without assuming that positions are alike). Ends where a draft is hardly ever that long: 2 % survives."""
         tokens, survival = [1.0], 1.0
         for rate in self.at_positions():
-            if (survival := survival * rate) < 0.01:
+            if (survival := survival * rate) < 0.02:
                 break
             tokens.append(tokens[-1] + survival)
         return tokens
@@ -148,27 +148,24 @@ class Pace:
             return first
         if self.rest.trying:
             return _PROBE_LENGTH
-        best = self._fastest(requests, self.seconds(rows), longest)
+        speeds = [tokens / seconds for tokens, seconds in zip(_tokens_of(requests), self.seconds(rows), strict=False)]
+        best = speeds.index(max(speeds))
         if best:
             self.rest.end()
         else:
             self.rest.begin()
         return best
 
-    @staticmethod
-    def _fastest(requests: Sequence[tuple[AutoLength, int]], seconds: Sequence[float], longest: int) -> int:
-        best, fastest = 0, 0.0
-        for length in range(longest + 1):
-            tokens, grows = 0.0, False
-            for request, limit in requests:
-                last = min(length, max(limit, 0), len(request.tokens) - 1)
-                tokens += request.tokens[last]
-                grows = grows or last == length
-            if not grows:
-                break
-            if (speed := tokens / seconds[length]) > fastest:
-                best, fastest = length, speed
-        return best
+
+def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> list[float]:
+    """Expected tokens of a round of all requests with drafts of 0, 1, 2, ..., each up to its limit; as long as
+    anything is added."""
+    each = [request.tokens[: max(limit, 0) + 1] for request, limit in requests]
+    if len(each) == 1:
+        return each[0]
+    longest = max(map(len, each))
+    padded = [tokens + tokens[-1:] * (longest - len(tokens)) for tokens in each]
+    return [sum(column) for column in zip(*padded, strict=True)]
 
 
 class FixedLength:

@@ -26,6 +26,8 @@ class Stepper:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
         widths = [len(piece) for piece in pieces]
         width = max(widths)
+        if width == 1:
+            return self._one_token(pieces, past)
         if min(widths) == width >= self.narrowest:
             return self._forward(pieces, past, width, None)
         columns = np.arange(width, dtype=np.int64)
@@ -35,8 +37,7 @@ class Stepper:
         """Append pieces[b] (may be empty) to row b, in chunks; logits [B, V] after each row's last token."""
         widths = {len(piece) for piece in pieces}
         if widths == {1}:
-            index = None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0)
-            only: Logits = self._forward(pieces, past, 1, index)[:, 0]
+            only: Logits = self._one_token(pieces, past)[:, 0]
             return only
         longest, past = max(widths), list(past)
         # rows that are short already wait for the last chunk: it brings every row's logits
@@ -49,6 +50,9 @@ class Stepper:
         index = np.array([[max(len(piece) - 1, 0)] for piece in pieces], np.int64)
         logits: Logits = self._forward(pieces, past, longest, index)[:, 0]
         return logits
+
+    def _one_token(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
+        return self._forward(pieces, past, 1, None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0))
 
     def _widest(self, past: Sequence[int]) -> int:
         """The widest step: padding, too, must find slots where the capacity is fixed."""
