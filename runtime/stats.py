@@ -36,9 +36,14 @@ class Stats:
         """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut."""
         self.tokens += tokens
         share = self.by_drafter.setdefault(by, dict.fromkeys(_SHARED, 0))
-        for name, count in zip(_SHARED, (1, drafted, tested, accepted), strict=True):
-            share[name] += count
-            setattr(self, name, getattr(self, name) + count)
+        share["rounds"] += 1
+        share["drafted"] += drafted
+        share["tested"] += tested
+        share["accepted"] += accepted
+        self.rounds += 1
+        self.drafted += drafted
+        self.tested += tested
+        self.accepted += accepted
         for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for position in range(reached):

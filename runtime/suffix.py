@@ -170,19 +170,30 @@ class SuffixPool:
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
-        self.generations = [SuffixAutomaton()]
+        self._waiting: list[tuple[int, ...]] = []
+        self._generations = [SuffixAutomaton()]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take a finished text in, or the end of one that is longer than the window."""
-        text = (*tokens[-self._window + 1 :], _END)
-        if self.generations[-1].size + len(text) > self._window:
-            self.generations = [self.generations[-1], SuffixAutomaton()]
+        """Take a finished text in, or the end of one that is longer than the window. It is indexed when it is first
+        looked for: an answer that is finished need not wait."""
+        self._waiting.append((*tokens[-self._window + 1 :], _END))
+
+    @property
+    def generations(self) -> list[SuffixAutomaton]:
+        """The older automaton, if there is one, and the one that grows."""
+        while self._waiting:
+            self._index(self._waiting.pop(0))
+        return self._generations
+
+    def _index(self, text: Sequence[int]) -> None:
+        if self._generations[-1].size + len(text) > self._window:
+            self._generations = [self._generations[-1], SuffixAutomaton()]
         for token in text:
-            self.generations[-1].extend(token)
+            self._generations[-1].extend(token)
 
 
 class EarlierTexts:
-    """The free drafter over a pool. Texts that come into its generations while the row is written are found too."""
+    """The free drafter over a pool. What it knows is what there was when the row began, and what joins that."""
 
     name, prior = "suffix", _EARLIER
 
