@@ -113,9 +113,10 @@ class SlotEngine:
         """See Engine.reserve. Buckets: multiples of 128 slots, above 2048 of 512."""
         if capacity <= self._capacity:
             return
-        self._capacity = bucket(capacity)
-        self._cache = [buffer.grown(self._capacity) for buffer in self._cache]
         self._steps.clear()
+        for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
+            self._cache[i] = buffer.grown(bucket(capacity))
+        self._capacity = bucket(capacity)
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Leaves the smallest capacity. Raises EngineError for a batch the variant cannot take."""
@@ -126,15 +127,13 @@ class SlotEngine:
         self._variant = self._choose(batch)
         self._session = self._open(self._variant)
         types = {value.name: value.type for value in self._session.get_inputs()}
-        for buffer in self._cache:
-            buffer.close()
+        self._release()
         self._batch, self._capacity = batch, bucket(1)
         self._cache = [
             self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
-        self._steps.clear()
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
@@ -148,15 +147,18 @@ class SlotEngine:
         """See Engine.close."""
         self._closed, self._capacity = True, 0
         self._sessions.clear()
-        self._steps.clear()
-        for buffer in self._cache:
-            buffer.close()
-        self._cache = []
+        self._release()
         self._session = None
         if self._device_logits is not None:
             self._device_logits.close()
         if self._cuda is not None:
             self._cuda.close()
+
+    def _release(self) -> None:
+        """Let go of the cache and of every binding to it."""
+        self._steps.clear()
+        while self._cache:
+            self._cache.pop().close()
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         if self._provider == "cpu":

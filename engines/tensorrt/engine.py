@@ -36,8 +36,12 @@ class TensorRTEngine:
         self.path, self.manifest = manifest.find(model, provider, version, capability)
         self._bundle = model.folder.parent
         self.cuda = Cuda()
-        self.session = Session(provider, self.path, self.cuda)
-        self._check_tensors(model)
+        try:
+            self.session = Session(provider, self.path, self.cuda)
+            self._check_tensors(model)
+        except BaseException:
+            self.cuda.close()
+            raise
         verify, slots = self.session.limits[-1], self.manifest.capacity
         self.spec = ModelSpec(
             vocab_size=model.entry.vocab_size,
@@ -189,7 +193,7 @@ class TensorRTEngine:
         """What the engine says of itself must be what its manifest and the bundle say."""
         parts = [f"{layer}.{kind}" for layer in range(len(model.entry.cache)) for kind in ("key", "value")]
         wanted = {f"present.{part}": f"past_key_values.{part}" for part in parts}
-        again = self._rebuild()
+        again = self._rebuild(top=self.manifest.top or 1)
         if not wanted == self.session.aliases() == dict(self.manifest.aliases):
             raise EngineError(f"{self.path} does not write its cache in place (present is not past); {again}")
         if {self.session.shape(name)[2] for name in wanted.values()} != {self.capacity}:
