@@ -37,17 +37,17 @@ def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, varian
 
 def require(provider: str) -> None:
     """Raise EngineError saying what is missing, and what to do, where ``provider`` cannot run on this machine."""
-    if provider in BUILT:
-        from .tensorrt import compat
-        from .tensorrt.cuda import Cuda
+    from . import providers
+    from .tensorrt import compat
+    from .tensorrt.cuda import Cuda
 
+    if provider in BUILT:
         compat.sdk(provider)
+    else:
+        providers.require(provider)
+    if provider != "cpu":
         compat.compute_capability()
         Cuda().close()
-    else:
-        from . import providers
-
-        providers.require(provider)
 
 
 def _open_tensorrt(model: Model, provider: str, variant: str) -> Engine:

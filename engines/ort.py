@@ -117,9 +117,10 @@ class SlotEngine:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
         if capacity <= self._capacity:
             return
-        self._capacity = bucket(capacity, self._variant)
-        self._cache = [buffer.grown(self._capacity) for buffer in self._cache]
         self._steps.clear()
+        for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
+            self._cache[i] = buffer.grown(bucket(capacity, self._variant))
+        self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another.
@@ -135,15 +136,13 @@ class SlotEngine:
             return
         self._variant, self._session = variant, self._open(variant)
         types = {value.name: value.type for value in self._session.get_inputs()}
-        for buffer in self._cache:
-            buffer.close()
+        self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
         self._cache = [
             self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
-        self._steps.clear()
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
@@ -157,15 +156,18 @@ class SlotEngine:
         """See Engine.close."""
         self._closed, self._capacity = True, 0
         self._sessions.clear()
-        self._steps.clear()
-        for buffer in self._cache:
-            buffer.close()
-        self._cache = []
+        self._release()
         self._session = None
         if self._device_logits is not None:
             self._device_logits.close()
         if self._cuda is not None:
             self._cuda.close()
+
+    def _release(self) -> None:
+        """Let go of the cache and of every binding to it."""
+        self._steps.clear()
+        while self._cache:
+            self._cache.pop().close()
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         if self._provider == "cpu":

@@ -45,15 +45,20 @@ def grow(source: Path, layers: int, intermediate: int) -> torch.nn.Module:
 @click.option("--intermediate", type=int, required=True, help="Units in each of its MLPs.")
 def main(source: Path, destination: Path, layers: int, intermediate: int) -> None:
     """Grow SOURCE (a Llama-like checkpoint) into DESTINATION."""
+    click.echo(f"{write_grown(source, destination, layers, intermediate):,} parameters")
+
+
+def write_grown(source: Path, destination: Path, layers: int, intermediate: int) -> int:
+    """Save the grown checkpoint with its tokenizer, in bfloat16. Returns how many parameters it has."""
     model = grow(source, layers, intermediate)
-    count = sum(p.numel() for p in model.parameters())
+    count = int(sum(p.numel() for p in model.parameters()))
     model.to(torch.bfloat16).save_pretrained(destination)
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)
     note = f"The same function as `{source.name}` at {count:,} parameters: for measuring costs only."
     (destination / "README.md").write_text(f"# Grown from {source.name}\n\n{note}\n", encoding="utf-8")
-    click.echo(f"{count:,} parameters")
+    return count
 
 
 if __name__ == "__main__":

@@ -272,6 +272,15 @@ SDK = SimpleNamespace(
 )
 
 
+def no_gpu() -> bool:
+    """Whether this machine has no CUDA device (or nothing to ask for one)."""
+    try:
+        compat.compute_capability()
+    except EngineError:
+        return True
+    return False
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let SDK and CUDA be the fakes, with a device of compute capability 86."""
     monkeypatch.setattr(compat, "sdk", lambda name: SDK)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_tensorrt_host import Plan, build, install
+from support_tensorrt_host import Plan, build, install, no_gpu
 
 import leadout
 from leadout.bundle import Bundle
 from leadout.engines import PROVIDERS, require
-from leadout.engines.tensorrt import compat, cuda
+from leadout.engines.tensorrt import compat
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import check
 
@@ -25,14 +25,6 @@ SETTINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "se
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "leadout.scripts.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def no_gpu() -> bool:
-    try:
-        cuda.Cuda().close()
-    except EngineError:
-        return True
-    return False
 
 
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU: nothing is missing")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from support_graphs import Shape, tokens, write
 from support_runtime import collect
-from support_tensorrt_host import HostCuda, Plan, build, install, write_manifest
+from support_tensorrt_host import HostCuda, Plan, build, install, no_gpu, write_manifest
 
 from leadout.bundle import Model
 from leadout.engines.ort import SlotEngine
@@ -29,6 +30,7 @@ from leadout.runtime.steps import Stepper
 C = Shape(windows=(None, 8))
 PLAN = Plan()
 START = np.zeros(1, np.int64)
+NO_GPU = no_gpu()  # asked before the fakes say otherwise
 
 
 def at(*lengths: int) -> np.ndarray:
@@ -107,7 +109,7 @@ def test_steps_outside_all_profiles_are_refused_by_name(engine: TensorRTEngine) 
 def test_the_capacity_is_what_it_is(engine: TensorRTEngine) -> None:
     engine.reserve(PLAN.capacity)
     with pytest.raises(
-        EngineError, match=r"65 slots a row asked of .*, which has 64; .*leadout build .* --capacity 65$"
+        EngineError, match=r"65 slots a row asked of .*, which has 64; .*leadout build .* --capacity 65"
     ):
         engine.reserve(65)
     engine.forward(tokens(C, 1, 4), at(60))
@@ -467,14 +469,15 @@ def test_a_prompt_longer_than_a_step_goes_in_pieces(model: Model) -> None:
 # The seam itself
 
 
+@pytest.mark.skipif(not NO_GPU, reason="there is a device")
 def test_no_device_is_one_plain_error() -> None:
+    pytest.importorskip("cuda.bindings")
     with pytest.raises(EngineError, match=r"^no CUDA device \("):
         Cuda()
 
 
 def test_the_seam_turns_every_code_into_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuda.bindings import runtime
-
+    runtime = pytest.importorskip("cuda.bindings.runtime")
     fine = runtime.cudaError_t.cudaSuccess
     monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (fine, 1))
     with pytest.raises(EngineError, match=r"CUDA device 1 is not one of the 1 \(0 to 0\)"):
@@ -484,10 +487,8 @@ def test_the_seam_turns_every_code_into_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_without_the_bindings_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    with pytest.raises(EngineError, match=r"cuda-bindings does not load .*pip install 'leadout\[tensorrt\]'"):
+    with pytest.raises(EngineError, match=r"cuda-bindings does not load .*pip install cuda-bindings$"):
         Cuda()
 
 

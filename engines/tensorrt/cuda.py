@@ -25,7 +25,7 @@ class Cuda:
         try:
             self._cuda: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
-            raise EngineError(f"cuda-bindings does not load ({error}): pip install 'leadout[tensorrt]'") from None
+            raise EngineError(f"cuda-bindings does not load ({error}): pip install cuda-bindings") from None
         failed, devices = self._cuda.cudaGetDeviceCount()
         if int(failed):
             raise EngineError(f"no CUDA device ({self._reason(failed)}): does nvidia-smi see a GPU?")

@@ -23,7 +23,8 @@ REQUIRED_HEADS = ("greedy", "logsumexp", "top_logits")
 class TensorRTEngine:
     """The Engine (see ``engines.base``) over a built engine: ``present`` shares the memory of ``past``.
 
-    ``graph_error`` says why steps run without CUDA graphs; it is empty while they run with them.
+    Steps of a shape seen twice run as CUDA graphs unless ``graphs`` is set to False; ``graph_error`` says why they
+    cannot, and is empty while they can.
     """
 
     def __init__(self, model: Model, *, provider: str) -> None:
@@ -35,8 +36,12 @@ class TensorRTEngine:
         self.path, self.manifest = manifest.find(model, provider, version, capability)
         self._bundle = model.folder.parent
         self.cuda = Cuda()
-        self.session = Session(provider, self.path, self.cuda)
-        self._check_tensors(model)
+        try:
+            self.session = Session(provider, self.path, self.cuda)
+            self._check_tensors(model)
+        except BaseException:
+            self.cuda.close()
+            raise
         verify, slots = self.session.limits[-1], self.manifest.capacity
         self.spec = ModelSpec(
             vocab_size=model.entry.vocab_size,
@@ -45,7 +50,7 @@ class TensorRTEngine:
             max_verify=verify.wanted,
             precision=self.manifest.precision,
         )
-        self.graph_error = ""
+        self.graphs, self.graph_error = True, ""
         self._last_position = model.entry.max_context - 1
         self._caches: dict[str, int] = {}
         self._rows = self._batch = self._bytes_moved = 0
@@ -132,12 +137,12 @@ class TensorRTEngine:
 
     def _run(self, step: Step) -> None:
         """First a plain call (the context sets itself up for the shape), then one more that is captured after it."""
-        if step.graph is not None:
+        if self.graphs and step.graph is not None:
             self.cuda.launch(step.graph)
             return
         self.session.bind(step.profile, step.shapes, step.addresses)
         step.enqueue(self.session)
-        if step.calls and not self.graph_error:
+        if step.calls and step.graph is None and self.graphs and not self.graph_error:
             self.cuda.wait()
             try:
                 step.graph = self.cuda.capture(lambda: step.enqueue(self.session))
@@ -188,7 +193,7 @@ class TensorRTEngine:
         """What the engine says of itself must be what its manifest and the bundle say."""
         parts = [f"{layer}.{kind}" for layer in range(len(model.entry.cache)) for kind in ("key", "value")]
         wanted = {f"present.{part}": f"past_key_values.{part}" for part in parts}
-        again = self._rebuild()
+        again = self._rebuild(top=self.manifest.top or 1)
         if not wanted == self.session.aliases() == dict(self.manifest.aliases):
             raise EngineError(f"{self.path} does not write its cache in place (present is not past); {again}")
         if {self.session.shape(name)[2] for name in wanted.values()} != {self.capacity}:
