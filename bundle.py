@@ -123,7 +123,7 @@ class Bundle:
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             found = raw.get("format") if isinstance(raw, dict) else None
             raise BundleError(f"{source}: format {found!r}, this Leadout reads {FORMAT}; export the pair again")
-        manifest: Manifest = _parse(Manifest, raw, str(source))
+        manifest: Manifest = parse(Manifest, raw, str(source))
         bundle = cls(root, manifest)
         bundle._check_files()
         return bundle
@@ -174,15 +174,15 @@ def _is_plain(name: str) -> bool:
     return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\:\0")
 
 
-def _parse(kind: Any, raw: Any, where: str) -> Any:
+def parse(kind: Any, raw: Any, where: str) -> Any:
     """Build ``kind`` from JSON; unknown keys, missing keys and wrong types are refused by name."""
     origin = get_origin(kind)
     if dataclasses.is_dataclass(kind):
         return _parse_dataclass(kind, raw, where)
     if origin is Mapping and isinstance(raw, dict):
-        return {key: _parse(get_args(kind)[1], value, f"{where}: {key}") for key, value in raw.items()}
+        return {key: parse(get_args(kind)[1], value, f"{where}: {key}") for key, value in raw.items()}
     if origin is tuple and isinstance(raw, list):
-        return tuple(_parse(get_args(kind)[0], value, f"{where}[{i}]") for i, value in enumerate(raw))
+        return tuple(parse(get_args(kind)[0], value, f"{where}[{i}]") for i, value in enumerate(raw))
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if isinstance(kind, type) and type(raw) is kind:
@@ -201,4 +201,4 @@ def _parse_dataclass(kind: Any, raw: Any, where: str) -> Any:
     if missing := sorted(required - set(raw)):
         raise BundleError(f"{where}: '{missing[0]}' is missing")
     hints = get_type_hints(kind)
-    return kind(**{name: _parse(hints[name], value, f"{where}: {name}") for name, value in raw.items()})
+    return kind(**{name: parse(hints[name], value, f"{where}: {name}") for name, value in raw.items()})
