@@ -19,7 +19,16 @@ from ..engines.tensorrt import compat
 from ..engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump
 from ..errors import EngineError, ExportError, UsageError
 from .tensorrt_graph import PRECISIONS, lower
-from .tensorrt_network import add_profile, attention_layers, check_import, check_log, monitor, parse, timing_cache
+from .tensorrt_network import (
+    add_profile,
+    attention_layers,
+    check_import,
+    check_log,
+    monitor,
+    parse,
+    timing_cache,
+    unscale_keys,
+)
 
 DEFAULT_PREFILL = 512
 _NO_KERNEL = "dedicated kernel"
@@ -82,10 +91,10 @@ def build_engines(
 ) -> list[Path]:
     """Build an engine of every model of ``bundle`` for each compute capability ("86", ... or "portable").
 
-    ``precision``: one of PRECISIONS; of a bundle in fp16 only fp16. Without ``capabilities`` TensorRT-RTX builds a portable engine; TensorRT builds for the GPU at hand and takes none.
-    Each engine and its manifest are written beside their place and renamed; earlier ones of the same name are
-    replaced. Raises UsageError, ExportError (a bundle that cannot be built), EngineError (an SDK or device that is
-    not there, or a build that failed).
+    ``precision``: one of PRECISIONS; of a bundle in fp16 only fp16. Without ``capabilities`` TensorRT-RTX builds a
+    portable engine; TensorRT builds for the GPU at hand and takes none. Each engine and its manifest are written
+    beside their place and renamed; earlier ones of the same name are replaced. Raises UsageError, ExportError (a
+    bundle that cannot be built), EngineError (an SDK or device that is not there, or a build that failed).
     """
     models = [bundle.model(role) for role in bundle.manifest.models]
     for model in models:
@@ -158,6 +167,11 @@ class _Build:
             "attentions": sum(n.op_type == "Attention" for n in self.graph.graph),
         }
         self.aliases = check_import(self.trt, self.network, self.logger, **counts)
+        straight = unscale_keys(self.trt, self.network)
+        if straight < counts["attentions"]:
+            self.notes.append(
+                f"{counts['attentions'] - straight} layers compute their keys anew from the cache in each step"
+            )
         if precision == "fp32":  # no fused attention kernel computes in fp32
             self._decompose()
 

@@ -1,7 +1,7 @@
 """What TensorRT's parser makes of a graph, whether that is what the graph says, and what the builder is asked for.
 
-A build that succeeds proves little: the parser drops inputs it does not know with no more than a warning, and builds on.
-So everything the engine's answers depend on is read back from the parsed network.
+A build that succeeds proves little: the parser drops what it does not know without a word, and builds on. So all that
+the engine's answers depend on is read back from the parsed network.
 """
 
 from __future__ import annotations
@@ -69,6 +69,30 @@ def attention_layers(trt: Any, network: Any) -> dict[str, Any]:
             layer.__class__ = trt.IAttentionInputLayer  # get_layer gives a bare ILayer
             found[str(layer.name)] = layer.attention
     return found
+
+
+def unscale_keys(trt: Any, network: Any) -> int:
+    """Let attention read the keys where they lie. The parser multiplies Q and K by the root of the scale even if that
+    is 1, and a product with the whole cache is a pass over it in every step. Returns how many layers read it so."""
+    made = {layer.get_output(i).name: layer for layer in _layers(network) for i in range(layer.num_outputs)}
+    for layer in _layers(network):
+        product = made.get(layer.get_input(1).name) if layer.type == trt.LayerType.ATTENTION_INPUT else None
+        if product is not None and product.type == trt.LayerType.ELEMENTWISE and _is_one(trt, made, product):
+            layer.set_input(1, product.get_input(0))
+    keys = [layer.get_input(1).name for layer in _layers(network) if layer.type == trt.LayerType.ATTENTION_INPUT]
+    return sum(name in made and made[name].type == trt.LayerType.KV_CACHE_UPDATE for name in keys)
+
+
+def _is_one(trt: Any, made: dict[str, Any], product: Any) -> bool:
+    """Is it a multiplication by a constant of nothing but ones?"""
+    product.__class__ = trt.IElementWiseLayer
+    factor = made.get(product.get_input(1).name)
+    while factor is not None and factor.type == trt.LayerType.CAST:
+        factor = made.get(factor.get_input(0).name)
+    if product.op != trt.ElementWiseOperation.PROD or factor is None or factor.type != trt.LayerType.CONSTANT:
+        return False
+    factor.__class__ = trt.IConstantLayer
+    return bool((factor.weights == 1).all())
 
 
 def _layers(network: Any) -> Iterator[Any]:
