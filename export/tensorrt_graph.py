@@ -12,10 +12,9 @@ import onnx_ir as ir
 
 from .half import to_half
 from .quantize import to_int4_blocks
-from .rewrite import constant, node, sweep
+from .rewrite import constant, dims, node, sweep
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int4")
-SLOTS, ROWS, WANTED = "M", "B", "L"  # dimensions of the canonical graph
 
 
 def lower(model: ir.Model, precision: str, capacity: int, top: int) -> list[str]:
@@ -47,23 +46,24 @@ def fold_scale(model: ir.Model) -> int:
 
 
 def fix_capacity(model: ir.Model, capacity: int) -> None:
-    """The cache's slots (dimension M) -> ``capacity``, wherever a shape names them."""
-    values = [*model.graph.inputs, *(output for n in model.graph for output in n.outputs)]
-    for value in values:
-        if value.shape is not None and any(getattr(d, "value", d) == SLOTS for d in value.shape):
-            value.shape = ir.Shape([capacity if getattr(d, "value", d) == SLOTS else d for d in value.shape])
+    """The free dimension of the caches' slots -> ``capacity``, wherever a shape names it."""
+    slots = dims(_input(model, "past_key_values.0.key"))[2]
+    for value in [*model.graph.inputs, *(output for n in model.graph for output in n.outputs)]:
+        if slots in dims(value):
+            value.shape = ir.Shape([capacity if d == slots else d for d in dims(value)])
 
 
 def add_heads(model: ir.Model, top: int) -> None:
     """Outputs beside ``logits`` [B,L,V], so that little has to leave the device:
 
-    greedy [B,L] int64, the lowest id among the largest (V if a row holds NaN); logsumexp [B,L] float32;
-    drafted_logits [B,L] float32 at the ids of the new input drafted_ids [B,L] int64; top_ids int64 and top_logits
-    float32 [B,L,top], largest first, unless ``top`` is 0.
+    greedy [B,L] int64, the lowest id among the largest; logsumexp [B,L] float32, NaN if a logit is; drafted_logits
+    [B,L] float32 at the ids of the new input drafted_ids [B,L] int64; top_ids int64 and top_logits float32 [B,L,top],
+    largest first, unless ``top`` is 0.
     """
     logits = model.graph.outputs[0]
     vocabulary = int(logits.shape[-1])
-    drafted = ir.val("drafted_ids", ir.DataType.INT64, [ROWS, WANTED])
+    shape = dims(_input(model, "logit_index"))
+    drafted = ir.val("drafted_ids", ir.DataType.INT64, list(shape))
     model.graph.inputs.append(drafted)
     last = constant(model, "heads.last_axis", np.array([-1], np.int64))
     ids, none = np.arange(vocabulary, dtype=np.int64), np.array(vocabulary, np.int64)
@@ -74,7 +74,7 @@ def add_heads(model: ir.Model, top: int) -> None:
         return new.outputs[0] if count == 1 else new.outputs
 
     def output(value: ir.Value, name: str, dtype: ir.DataType, *more: int) -> None:
-        value.name, value.dtype, value.shape = name, dtype, ir.Shape([ROWS, WANTED, *more])
+        value.name, value.dtype, value.shape = name, dtype, ir.Shape([*shape, *more])
         model.graph.outputs.append(value)
 
     peak = op("ReduceMax", [logits, last], keepdims=1)
@@ -94,5 +94,8 @@ def add_heads(model: ir.Model, top: int) -> None:
 
 
 def _is_half(model: ir.Model) -> bool:
-    cache = next(v for v in model.graph.inputs if v.name == "past_key_values.0.key")
-    return bool(cache.dtype == ir.DataType.FLOAT16)
+    return bool(_input(model, "past_key_values.0.key").dtype == ir.DataType.FLOAT16)
+
+
+def _input(model: ir.Model, name: str) -> ir.Value:
+    return next(v for v in model.graph.inputs if v.name == name)

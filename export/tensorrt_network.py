@@ -126,21 +126,18 @@ def add_profile(builder: Any, network: Any, config: Any, profile: Profile, wante
 
     Sizes go by the names of dimensions: by place, an input that has no rows would get theirs.
     """
+    wide = profile.max_width
+    tensors = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
     sizes = {
-        "B": (1, 1, profile.max_batch),
-        "S": (1, profile.max_width, profile.max_width),
-        "L": (1, wanted, wanted) if profile.max_width == wanted else (1, 1, wanted),
+        tensors["input_ids"].get_dimension_name(0): (1, 1, profile.max_batch),
+        tensors["input_ids"].get_dimension_name(1): (1, wide, wide),
+        tensors["logit_index"].get_dimension_name(1): (1, wanted if wide == wanted else 1, wanted),
     }
     shapes = builder.create_optimization_profile()
-    for index in range(network.num_inputs):
-        tensor = network.get_input(index)
-        names = [tensor.get_dimension_name(i) for i in range(len(tensor.shape))]
+    for name, tensor in tensors.items():
         if -1 in tuple(tensor.shape):
-            choices = [
-                [sizes[names[i]][which] if size == -1 else size for i, size in enumerate(tensor.shape)]
-                for which in range(3)
-            ]
-            shapes.set_shape(tensor.name, *choices)
+            free = [sizes.get(tensor.get_dimension_name(i), (size,) * 3) for i, size in enumerate(tensor.shape)]
+            shapes.set_shape(name, *zip(*free, strict=True))
     if config.add_optimization_profile(shapes) < 0:
         raise EngineError(f"the SDK refuses the profile of {profile.max_batch} x {profile.max_width} tokens")
 
