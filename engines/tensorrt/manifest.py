@@ -58,7 +58,7 @@ class EngineManifest:
         where = "" if self.sdk == "tensorrt" else f" --sm {self.compute_capability}"
         sizes = f"--max-batch {verify.max_batch} --max-draft {verify.max_width - 1} --max-prefill {prefill.max_width}"
         kind = f"--sdk {self.sdk} --precision {self.precision}{where}"
-        return f"leadout build {bundle} {kind} {sizes} --capacity {self.capacity}"
+        return f"leadout build {bundle} {kind} {sizes} --capacity {self.capacity} --top {self.top}"
 
 
 def dump(manifest: EngineManifest) -> str:
