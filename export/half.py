@@ -43,7 +43,7 @@ def _carries_activations(n: ir.Node) -> bool:
 
 
 def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int], half: ir.DataType) -> None:
-    largest = float(ml_dtypes.finfo(half.numpy()).max)
+    largest = float(ml_dtypes.finfo(half.numpy()).max)  # type: ignore[no-untyped-call]
     for index, value in enumerate(n.inputs):
         if value is None or value.dtype != _FLOAT:
             continue

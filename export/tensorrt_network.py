@@ -145,7 +145,7 @@ def add_profile(builder: Any, network: Any, config: Any, profile: Profile, wante
 def monitor(trt: Any, tell: Callable[[str], None]) -> Any:
     """A progress monitor that tells the running phase, now and then."""
 
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.steps: dict[str, int] = {}

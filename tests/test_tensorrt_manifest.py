@@ -1,4 +1,4 @@
-"""Finding an engine: whatever is not the one for this graph, SDK and device is refused with the command that builds it."""
+"""Finding an engine: one for another graph, SDK or device is refused with the command that builds the right one."""
 
 from __future__ import annotations
 
@@ -125,3 +125,9 @@ def test_an_sdk_that_is_not_installed_names_its_pip_line(monkeypatch: pytest.Mon
         monkeypatch.setitem(compat.SDKS, name, "no_such_sdk")
         with pytest.raises(EngineError, match=rf"{name} does not load .* pip install 'leadout\[{name}\]'"):
             compat.sdk(name)
+
+
+def test_an_sdk_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.OLDEST, SDK, "99.0")
+    with pytest.raises(EngineError, match=r"tensorrt-rtx [\d.]+ is too old, 99.0 or later is needed"):
+        compat.sdk(SDK)

@@ -10,17 +10,26 @@ from typing import Any
 from ...errors import EngineError
 
 SDKS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # provider name -> module
+OLDEST = {"tensorrt": "10.15", "tensorrt-rtx": "1.7"}  # earlier parsers read no TensorScatter, or were never tried
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _STRONGLY_TYPED_BY_DEFAULT = 11  # the first TensorRT that knows nothing else
 
 
 def sdk(name: str) -> Any:
-    """The module of an SDK. Raises EngineError with the line that installs it if it is not there."""
+    """The module of an SDK. Raises EngineError with the line that installs it if it is not there, or too old."""
     try:
-        return importlib.import_module(SDKS[name])
+        module = importlib.import_module(SDKS[name])
     except ImportError as error:
         raise EngineError(f"{name} does not load ({error}): pip install 'leadout[{name}]'") from None
+    if _numbers(module.__version__) < _numbers(OLDEST[name]):
+        raise EngineError(f"{name} {module.__version__} is too old, {OLDEST[name]} or later is needed")
+    return module
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading two numbers of a version."""
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def version(name: str) -> str:
@@ -31,7 +40,7 @@ def version(name: str) -> str:
 def network_flags(name: str) -> int:
     """The creation flags of a strongly typed network: the graph alone decides in which numbers a layer computes."""
     trt = sdk(name)
-    if name == "tensorrt-rtx" or int(version(name).split(".")[0]) >= _STRONGLY_TYPED_BY_DEFAULT:
+    if name == "tensorrt-rtx" or _numbers(version(name))[0] >= _STRONGLY_TYPED_BY_DEFAULT:
         return 0
     return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
