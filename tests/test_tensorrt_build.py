@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
+import importlib.util
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
@@ -19,6 +24,7 @@ from support_graphs import Shape, graph, write
 from leadout.bundle import Bundle, Manifest, ModelEntry, dump, file_entry
 from leadout.engines.tensorrt import compat
 from leadout.engines.tensorrt.manifest import Profile, find, read
+from leadout.engines.tensorrt.manifest import dump as dump_manifest
 from leadout.errors import EngineError, ExportError, UsageError
 from leadout.export.passes import pack, simplify, to_nonpad
 from leadout.export.tensorrt import Sizes, build_engines, write_graph
@@ -282,3 +288,54 @@ def test_the_command_prints_the_engines(tmp_path: Path) -> None:
         "--max-batch 2 --max-draft 3 --max-prefill 16 --capacity 48 --top 0"
     )
     assert "building, sm 120" in done.stderr
+
+
+@pytest.fixture
+def edge(root: Path) -> str:
+    """The page for devices."""
+    return (root / "docs" / "edge.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def long_bundle(tmp_path: Path) -> Bundle:
+    """With the context the page's messages speak of."""
+    return bundle(tmp_path / "long", target=Shape(vocab=96, layers=1, windows=(None,), context=1024))
+
+
+def test_the_commands_of_the_edge_page_exist(edge: str) -> None:
+    lines = re.findall(r"^leadout (\w+) (.*)$", "".join(re.findall(r"```bash\n(.*?)```", edge, re.DOTALL)), re.M)
+    assert {name for name, _ in lines} == {"export", "plan", "build"}
+    for name, arguments in lines:
+        command: click.Command = importlib.import_module(f"leadout.scripts.cmd_{name}").command
+        command.make_context(name, shlex.split(arguments, comments=True))
+
+
+def test_the_edge_page_shows_what_is_really_printed(edge: str, long_bundle: Bundle, tmp_path: Path) -> None:
+    bundle(tmp_path / "int8", "int8")
+    places = {"INT8_BUNDLE": str(tmp_path / "int8"), "BUNDLE": str(long_bundle.path)}
+    (block,) = re.findall(r"```console\n(.*?)```", edge, re.DOTALL)
+    shown = re.findall(r"^\$ leadout (.*)\n(leadout: .*)$", block, re.M)
+    assert len(shown) == block.count("$ ")
+    for arguments, message in shown:
+        if arguments.endswith("tensorrt") and importlib.util.find_spec("tensorrt"):
+            continue  # what is shown is a machine without it
+        done = CliRunner().invoke(main, [places.get(word, word) for word in shlex.split(arguments)])
+        assert done.exit_code != 0 and done.stderr.splitlines()[-1] == message
+
+
+def test_the_edge_page_shows_how_engines_are_refused(edge: str, long_bundle: Bundle) -> None:
+    model = long_bundle.model("target")
+    (path,) = build_engines(long_bundle, RTX, capabilities=["86"])
+    manifest = read(path.with_suffix(".json"))
+    manifest = dataclasses.replace(manifest, version="1.7.1.116")
+    path.with_suffix(".json").write_text(dump_manifest(manifest), encoding="utf-8")
+
+    def said(version: str, sm: str) -> str:
+        with pytest.raises(EngineError) as caught:
+            find(model, RTX, version, sm)
+        return str(caught.value).replace(str(long_bundle.path), "BUNDLE")
+
+    messages = [said("1.7.1.116", "89"), said("1.8.0", "86")]
+    path.write_bytes(b"damaged")
+    messages.append(said("1.7.1.116", "86"))
+    assert [message for message in messages if f"\n{message}\n" not in edge] == []
