@@ -113,17 +113,7 @@ class Bundle:
     def read(cls, path: str | Path) -> Bundle:
         """Read and check a bundle. Raises BundleError naming what is wrong and where; changes nothing."""
         root = Path(path)
-        source = root / MANIFEST
-        if not source.is_file():
-            raise BundleError(f"no bundle at '{root}': {MANIFEST} is missing (write one with: leadout export)")
-        try:
-            raw = json.loads(source.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise BundleError(f"{source}: not a manifest: {error}") from None
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            found = raw.get("format") if isinstance(raw, dict) else None
-            raise BundleError(f"{source}: format {found!r}, this Leadout reads {FORMAT}; export the pair again")
-        manifest: Manifest = parse(Manifest, raw, str(source))
+        manifest = read_manifest(root)
         bundle = cls(root, manifest)
         bundle._check_files()
         return bundle
@@ -143,6 +133,22 @@ class Bundle:
                 raise BundleError(f"{MANIFEST}: model directory '{model.directory}' leaves the bundle")
             for entry in (*model.variants.values(), *model.files.values()):
                 check_file(self.path / model.directory, entry)
+
+
+def read_manifest(root: Path) -> Manifest:
+    """``leadout.json`` of the bundle at ``root``, without a look at the other files. Raises BundleError."""
+    source = root / MANIFEST
+    if not source.is_file():
+        raise BundleError(f"no bundle at '{root}': {MANIFEST} is missing (write one with: leadout export)")
+    try:
+        raw = json.loads(source.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise BundleError(f"{source}: not a manifest: {error}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise BundleError(f"{source}: format {found!r}, this Leadout reads {FORMAT}; export the pair again")
+    manifest: Manifest = parse(Manifest, raw, str(source))
+    return manifest
 
 
 def file_entry(path: Path) -> FileEntry:

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from .rewrite import array_of, constant, node, sources
 
-_FLOAT, _HALF = ir.DataType.FLOAT, ir.DataType.FLOAT16
-_LARGEST = float(np.finfo(np.float16).max)
+_FLOAT = ir.DataType.FLOAT
 
 
-def to_half(model: ir.Model) -> None:
-    """fp32 -> fp16 in place: weights, activations, cache. What follows from positions alone (cos and sin that are no
-    tables) is computed in fp32 and rounded where it meets the rest; logits are handed out in fp32."""
+def to_half(model: ir.Model, half: ir.DataType = ir.DataType.FLOAT16) -> None:
+    """fp32 -> ``half`` (fp16 or bf16) in place: weights, activations, cache. What follows from positions alone (cos and
+    sin that are no tables) is computed in fp32 and rounded where it meets the rest; logits are handed out in fp32."""
     inner = {id(n) for n in model.graph if _carries_activations(n)}
     for value in [*model.graph.inputs, *model.graph.initializers.values()]:
         if value.is_graph_input() and value.dtype == _FLOAT:
-            value.dtype = _HALF
+            value.dtype = half
     for n in [n for n in model.graph if id(n) in inner]:
-        _convert_inputs(model, n, inner)
+        _convert_inputs(model, n, inner, half)
         if n.op_type == "Cast" and n.attributes["to"].as_int() == int(_FLOAT):
-            n.attributes["to"] = ir.AttrInt64("to", int(_HALF))
+            n.attributes["to"] = ir.AttrInt64("to", int(half))
         for output in n.outputs:
-            output.dtype = _HALF if output.dtype == _FLOAT else output.dtype
+            if output.dtype == _FLOAT:
+                output.dtype = half
     logits = model.graph.outputs[0]
     last = logits.producer()
-    if last is not None and logits.dtype == _HALF:
+    if last is not None and logits.dtype == half:
         cast = ir.node("Cast", [logits], attributes={"to": int(_FLOAT)})
         model.graph.insert_after(last, cast)
         logits.name, cast.outputs[0].name = f"{logits.name}.half", logits.name
@@ -41,13 +42,14 @@ def _carries_activations(n: ir.Node) -> bool:
     return bool(floats) and not (found and found <= {"position_ids", "past_lens", "logit_index"})
 
 
-def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int]) -> None:
+def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int], half: ir.DataType) -> None:
+    largest = float(ml_dtypes.finfo(half.numpy()).max)  # type: ignore[no-untyped-call]
     for index, value in enumerate(n.inputs):
         if value is None or value.dtype != _FLOAT:
             continue
         array = array_of(value)
         if array is not None:
-            half = np.clip(array, -_LARGEST, _LARGEST).astype(np.float16)
-            n.replace_input_with(index, constant(model, f"{value.name}.half", half))
+            rounded = np.clip(array, -largest, largest).astype(half.numpy())
+            n.replace_input_with(index, constant(model, f"{value.name}.half", rounded))
         elif value.producer() is not None and id(value.producer()) not in inner:
-            n.replace_input_with(index, node(model, n, "Cast", [value], to=int(_HALF)))
+            n.replace_input_with(index, node(model, n, "Cast", [value], to=int(half)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -78,16 +79,37 @@ def int4_to_rows(packed: Array, scale: Array, width: int) -> Array:
     return rows
 
 
-def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value]) -> None:
+def to_int4_blocks(model: ir.Model) -> list[str]:
+    """Weights of products to int4 in blocks of 32 along K, in place, as a standard DequantizeLinear before the MatMul:
+    the weight-only form that TensorRT fuses. Embeddings stay. Returns the weights that K keeps from it."""
+    return _linears_to(model, _int4_blocks)
+
+
+def columns_to_int4(weight: Array) -> tuple[Array, Array]:
+    """[K,N] float, K a multiple of 32 -> int4 [K,N] and fp32 scales [K/32,N], positive as TensorRT wants them: the
+    least that reaches both extremes of a block, for levels from -8 to 7."""
+    blocks = weight.astype(np.float32).reshape(-1, _BLOCK, weight.shape[1])
+    scale = np.maximum(np.maximum(blocks.max(1) / 7, blocks.min(1) / -8), np.float32(1e-7))
+    levels = np.clip(np.rint(blocks / scale[:, None]), -8, 7).astype(ml_dtypes.int4)
+    return levels.reshape(weight.shape), scale
+
+
+def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value | None]) -> list[str]:
+    """Replace products by what ``rewrite`` makes of them; returns the weights of those it made None of."""
+    left = []
     for n in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
         linear = _linear(n)
         if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS:
             continue
         result = rewrite(model, linear)
+        if result is None:
+            left.append(str(linear.weight.name))
+            continue
         if n.op_type == "Gemm" and len(n.inputs) == 3:
             result = node(model, n, "Add", [result, n.inputs[2]], like=n.outputs[0])
         swap(n.outputs[0], result)
         model.graph.remove(n, safe=True)
+    return left
 
 
 def _linear(n: ir.Node) -> _Linear | None:
@@ -166,6 +188,18 @@ def _int4(model: ir.Model, linear: _Linear) -> ir.Value:
     if linear.tied and width % _BLOCK == 0:
         for lookup in [u for u in linear.weight.consumers() if u.op_type == "Gather"]:
             _lookup_int4(model, lookup, table, scales)
+    return result
+
+
+def _int4_blocks(model: ir.Model, linear: _Linear) -> ir.Value | None:
+    before, name = linear.product, str(linear.weight.name)
+    if linear.rows.shape[1] % _BLOCK:
+        return None
+    levels, scale = columns_to_int4(linear.rows.T)
+    packed, scales = constant(model, f"{name}.s4", levels), constant(model, f"{name}.scale", scale)
+    weight = node(model, before, "DequantizeLinear", [packed, scales], axis=0, block_size=_BLOCK)
+    weight.shape, weight.dtype = packed.shape, scales.dtype
+    result: ir.Value = node(model, before, "MatMul", [before.inputs[0], weight], like=before.outputs[0])
     return result
 
 

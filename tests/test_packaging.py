@@ -26,11 +26,17 @@ def mapped(project: dict[str, Any]) -> dict[str, str]:
     return {name: folder for name, folder in folders.items() if name != "leadout"}
 
 
+def package_folders(root: Path) -> list[Path]:
+    """Folders of the checkout that are packages."""
+    inits = (init.parent.relative_to(root) for init in root.rglob("__init__.py"))
+    return [folder for folder in inits if not any(part.startswith(".") or part in OUTSIDE for part in folder.parts)]
+
+
 def package_files(root: Path, project: dict[str, Any]) -> set[str]:
     """Every module of the package, as a wheel names it."""
-    names: list[str] = project["tool"]["setuptools"]["packages"]
-    folders = [root.joinpath(*name.split(".")[1:]) for name in names if name not in mapped(project)]
-    ours = {f"leadout/{path.relative_to(root)}" for folder in folders for path in folder.glob("*.py")}
+    ours = {
+        f"leadout/{path.relative_to(root)}" for folder in package_folders(root) for path in (root / folder).glob("*.py")
+    }
     theirs = {
         f"{name.replace('.', '/')}/{path.name}"
         for name, folder in mapped(project).items()
@@ -40,11 +46,7 @@ def package_files(root: Path, project: dict[str, Any]) -> set[str]:
 
 
 def test_the_packages_listed_are_the_folders_with_an_init(root: Path, project: dict[str, Any]) -> None:
-    folders = {
-        ".".join(["leadout", *init.parent.relative_to(root).parts])
-        for init in root.rglob("__init__.py")
-        if not any(part.startswith(".") or part in OUTSIDE for part in init.relative_to(root).parts)
-    }
+    folders = {".".join(["leadout", *folder.parts]) for folder in package_folders(root)}
     assert set(project["tool"]["setuptools"]["packages"]) == folders | set(mapped(project))
 
 

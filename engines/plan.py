@@ -1,0 +1,114 @@
+"""How much memory a bundle's models will take on a device, from ``leadout.json`` alone: nothing is opened or loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ..bundle import ModelEntry
+from ..errors import UsageError
+from .ort import bucket
+
+PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine
+CHUNK = 512  # tokens of a prompt that go in at once
+_GOLDEN = "golden.npz"
+_LIVE = 16  # hidden-sized activations a token that are alive at once, measured on Llama graphs
+_KERNELS = 8 << 20  # what an engine holds beside its weights, measured with TensorRT-RTX 1.7
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is planned for: rows, drafted tokens a round, tokens of context; ``capacity``: an engine's slots a row
+    (None: context and draft), ``precision``: of an engine. ONNX Runtime takes both from the bundle."""
+
+    provider: str
+    batch: int
+    draft_length: int
+    context: int
+    precision: str = "fp16"
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError naming the legal range."""
+        for name, choices in (("provider", PLANNED), ("precision", tuple(PRECISIONS))):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} '{getattr(self, name)}' is unknown (one of: {', '.join(choices)})")
+        for name, least in {"batch": 1, "draft_length": 0, "context": 1}.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        if self.capacity is not None and (not self.built or self.capacity < self.context + self.draft_length):
+            needed = self.context + self.draft_length
+            raise UsageError(f"capacity is for TensorRT engines and at least {needed} slots: the context and a draft")
+
+    @property
+    def built(self) -> bool:
+        """Whether the provider runs engines."""
+        return self.provider.startswith("tensorrt")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one model: weights, cache and logits are exact (an engine's weights nearly), ``steps`` is an estimate
+    of what lives during the widest step."""
+
+    weights: int
+    cache: int
+    logits: int
+    steps: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.logits + self.steps
+
+
+def plan(model: ModelEntry, load: Load) -> Memory:
+    """The memory of one model. Raises UsageError if the context is beyond the model's."""
+    if load.context > model.max_context:
+        raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
+    slots = load.context + load.draft_length
+    slots = (load.capacity or slots) if load.built else bucket(slots)
+    number = _bytes_of_numbers(model, load)
+    width = min(CHUNK, load.context)
+    hidden = _hidden(model)
+    # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
+    scores = 0 if load.built else 2 * (hidden / model.cache[0].key_dim) * slots
+    grown = 2 if model.dialect == "concat" else 1  # the cache of a step is written beside that of the last
+    return Memory(
+        weights=_weights(model, load),
+        cache=grown * load.batch * slots * number * sum(c.heads * (c.key_dim + c.value_dim) for c in model.cache),
+        logits=load.batch * (load.draft_length + 1) * model.vocab_size * 4,
+        steps=int(load.batch * width * number * (_LIVE * hidden + scores)),
+    )
+
+
+def describe(memories: dict[str, Memory], load: Load) -> dict[str, Any]:
+    """The plan as JSON can hold it; sizes in bytes."""
+    models = {role: dataclasses.asdict(memory) | {"total": memory.total} for role, memory in memories.items()}
+    return dataclasses.asdict(load) | {"models": models, "total": sum(m.total for m in memories.values())}
+
+
+def _bytes_of_numbers(model: ModelEntry, load: Load) -> int:
+    """Of cache and activations."""
+    if load.built:
+        return 4 if load.precision == "fp32" else 2
+    return 2 if model.dtype == "float16" else 4
+
+
+def _weights(model: ModelEntry, load: Load) -> int:
+    if load.built:
+        table = min(model.parameters, int(model.vocab_size * _hidden(model)))  # the embedding stays 16 bits wide
+        rest = model.parameters - table
+        size = PRECISIONS[load.precision]
+        return _KERNELS + int(rest * size + table * max(size, 2.0))
+    stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
+    # On a CPU one row and many take two graphs of the bundle, and each session packs the weights for itself.
+    packed_twice = load.provider == "cpu" and load.batch > 1 and {"gqa", "nonpad"} <= set(model.variants)
+    return stored * (2 if packed_twice else 1)
+
+
+def _hidden(model: ModelEntry) -> float:
+    """The hidden size of a Llama with this many parameters: two tables of V x h, and 12 h^2 in each layer."""
+    a, b = 12 * len(model.cache), 2 * model.vocab_size
+    return (-b + math.sqrt(b * b + 4 * a * model.parameters)) / (2 * a)

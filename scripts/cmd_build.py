@@ -1,0 +1,54 @@
+"""`leadout build`: TensorRT engines of a bundle's models, on the device or ahead of time."""
+
+from __future__ import annotations
+
+import click
+
+from ..errors import ExportError
+from .cmd_export import tell
+
+
+@click.command("build")
+@click.argument("bundle", type=click.Path())
+@click.option("--sdk", type=click.Choice(("tensorrt", "tensorrt-rtx")), required=True, help="Which TensorRT.")
+@click.option(
+    "--precision",
+    type=click.Choice(("fp32", "fp16", "bf16", "int4")),
+    default="fp16",
+    show_default=True,
+    help="Of weights and cache; int4: weights alone, the rest in fp16.",
+)
+@click.option("--max-batch", type=int, default=4, show_default=True, metavar="B", help="Rows of a step.")
+@click.option("--max-draft", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens of a round.")
+@click.option("--max-prefill", type=int, metavar="P", help="Tokens of a prompt at once. [default: 512, or what fits]")
+@click.option("--capacity", type=int, metavar="M", help="Slots of a row's cache. [default: the context and a draft]")
+@click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head; 0: none.")
+@click.option("--sm", metavar="SM,...", help="Compute capabilities to build for (tensorrt-rtx). [default: portable]")
+def command(
+    bundle: str,
+    sdk: str,
+    precision: str,
+    max_batch: int,
+    max_draft: int,
+    max_prefill: int | None,
+    capacity: int | None,
+    top: int,
+    sm: str | None,
+) -> None:
+    """Build an engine of each model of BUNDLE, beside the model.
+
+    tensorrt builds for the GPU of this machine; tensorrt-rtx builds ahead of time, without one.
+    """
+    from ..bundle import Bundle
+
+    found = Bundle.read(bundle)
+    try:
+        from ..export.tensorrt import Sizes, build_engines
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"building needs '{error.name}', which is not installed: pip install 'leadout[{sdk}]'"
+        ) from None
+    sizes = Sizes(max_batch=max_batch, max_draft=max_draft, max_prefill=max_prefill, capacity=capacity, top=top)
+    targets = [] if sm is None else sm.split(",")
+    for path in build_engines(found, sdk, precision=precision, sizes=sizes, capabilities=targets, progress=tell):
+        click.echo(str(path))

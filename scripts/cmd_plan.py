@@ -1,0 +1,91 @@
+"""`leadout plan`: the memory a bundle will take on a device, before it is copied there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..engines.plan import Load, Memory
+
+MEGABYTE = 1e6
+
+
+@click.command("plan")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Rows at once.")
+@click.option("--draft-length", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens a round.")
+@click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the models take]")
+@click.option(
+    "--provider",
+    type=click.Choice(("cpu", "cuda", "tensorrt", "tensorrt-rtx")),
+    default="cpu",
+    show_default=True,
+    help="Where it will run.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(("fp32", "fp16", "bf16", "int4")),
+    default="fp16",
+    show_default=True,
+    help="Of an engine; ONNX Runtime runs the bundle's own.",
+)
+@click.option("--capacity", type=int, metavar="M", help="An engine's slots a row. [default: the context and a draft]")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, in bytes.")
+def command(
+    bundle: Path,
+    batch: int,
+    draft_length: int,
+    context: int | None,
+    provider: str,
+    precision: str,
+    capacity: int | None,
+    as_json: bool,
+) -> None:
+    """Show what memory the models of BUNDLE take: weights, caches, logits, and an estimate for the steps themselves.
+
+    Reads leadout.json and nothing else. The runtime's own memory comes on top.
+    """
+    from ..bundle import read_manifest
+    from ..engines.plan import Load, describe, plan
+
+    models = read_manifest(bundle).models
+    most = min(model.max_context for model in models.values())
+    load = Load(
+        provider=provider,
+        batch=batch,
+        draft_length=draft_length,
+        context=most if context is None else context,
+        precision=precision,
+        capacity=capacity,
+    )
+    memories = {role: plan(model, load) for role, model in models.items()}
+    if as_json:
+        click.echo(json.dumps(describe(memories, load)))
+    else:
+        show(memories, load)
+
+
+def show(memories: dict[str, Memory], load: Load) -> None:
+    """Print the plan as a table, a column a model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    what = f"{load.provider}{f' in {load.precision}' if load.built else ''}"
+    title = f"MB on {what}: batch {load.batch}, drafts of {load.draft_length}, context {load.context}"
+    table = Table("", *memories, "total")
+    for name, label in (
+        ("weights", "weights"),
+        ("cache", "cache"),
+        ("logits", "logits"),
+        ("steps", "steps (estimate)"),
+        ("total", "total"),
+    ):
+        sizes = [getattr(memory, name) for memory in memories.values()]
+        table.add_row(label, *(f"{size / MEGABYTE:.1f}" for size in (*sizes, sum(sizes))))
+    console = Console(highlight=False, emoji=False)
+    console.print(title, soft_wrap=True)
+    console.print(table)

@@ -1,0 +1,119 @@
+"""What memory a bundle will take: the numbers an engine really allocates, from the manifest alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support_graphs import Shape, write
+
+from leadout.bundle import CacheShape, ModelEntry, file_entry
+from leadout.engines.ort import SlotEngine
+from leadout.engines.plan import Load, plan
+from leadout.errors import UsageError
+from leadout.export.tensorrt import Sizes, write_graph
+from leadout.scripts.cli import main
+
+C = Shape()
+
+
+def load(**changes: object) -> Load:
+    return dataclasses.replace(Load(provider="cpu", batch=3, draft_length=4, context=200), **changes)
+
+
+def entry(folder: Path, precision: str = "fp32") -> ModelEntry:
+    model = write(C, folder, precision)
+    files = {name: file_entry(folder / name) for name in ("model.onnx.data",)}
+    golden = dataclasses.replace(files["model.onnx.data"], file="golden.npz", bytes=10**9)
+    return dataclasses.replace(model.entry, parameters=100_000, files=files | {"golden.npz": golden})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_cache_and_logits_are_what_the_engine_allocates(precision: str, tmp_path: Path) -> None:
+    model = write(C, tmp_path, precision)
+    engine = SlotEngine(model)
+    engine.reset(3)
+    engine.reserve(200 + 4)
+    logits = engine.forward(np.zeros((3, 5), np.int64), np.zeros(3, np.int64))
+    found = plan(entry(tmp_path, precision), load())
+    assert found.cache == sum(buffer.array.nbytes for buffer in engine._cache)  # type: ignore[union-attr]
+    assert found.logits == logits.nbytes
+    engine.close()
+
+
+def test_an_engine_s_cache_has_the_slots_asked_for(tmp_path: Path) -> None:
+    model = write(C, tmp_path)
+    _, graph, _ = write_graph(model, tmp_path, "bf16", Sizes(capacity=230))
+    caches = [v for v in graph.graph.inputs if v.name.startswith("past_key_values.")]
+    slots = sum(int(np.prod([int(d) for d in v.shape[1:]])) * v.dtype.itemsize for v in caches)
+    found = plan(entry(tmp_path), load(provider="tensorrt", precision="bf16", capacity=230))
+    assert found.cache == 3 * slots
+    assert plan(entry(tmp_path), load(provider="tensorrt")).cache == 3 * slots * 204 // 230
+
+
+def test_weights_are_the_blob_and_twice_it_where_two_sessions_pack_it(tmp_path: Path) -> None:
+    model = entry(tmp_path)
+    blob = (tmp_path / "model.onnx.data").stat().st_size
+    assert plan(model, load(batch=1)).weights == blob
+    assert plan(model, load()).weights == 2 * blob
+    assert plan(model, load(provider="cuda")).weights == blob
+
+
+def test_an_engine_s_weights_follow_its_precision(tmp_path: Path) -> None:
+    layers = (CacheShape(4, 64, 64),) * 22
+    tiny = write(C, tmp_path).entry
+    model = dataclasses.replace(tiny, vocab_size=32000, max_context=2048, parameters=1_100_000_000, cache=layers)
+    sizes = {
+        precision: plan(model, load(provider="tensorrt", precision=precision)).weights
+        for precision in ("fp32", "fp16", "int4")
+    }
+    assert sizes["fp32"] == pytest.approx(4.4e9, rel=0.01) and sizes["fp16"] == pytest.approx(2.2e9, rel=0.01)
+    assert 0.55e9 < sizes["int4"] < 0.9e9
+
+
+def test_more_of_anything_takes_more(tmp_path: Path) -> None:
+    model = entry(tmp_path)
+    base = plan(model, load()).total
+    for changes in ({"batch": 4}, {"context": 300}, {"draft_length": 12}):
+        assert plan(model, load(**changes)).total > base
+    assert plan(dataclasses.replace(model, dialect="concat"), load()).cache == 2 * plan(model, load()).cache
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 0}, "batch must be at least 1, not 0"),
+        ({"draft_length": -1}, "draft-length must be at least 0, not -1"),
+        ({"context": 0}, "context must be at least 1, not 0"),
+        ({"provider": "tpu"}, "provider 'tpu' is unknown"),
+        ({"precision": "fp8"}, "precision 'fp8' is unknown"),
+        ({"capacity": 300}, "capacity is for TensorRT engines and at least 204"),
+        ({"provider": "tensorrt", "capacity": 203}, "at least 204 slots"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(**changes)
+
+
+def test_a_context_beyond_the_model_s_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="context 321 exceeds the model's 320"):
+        plan(entry(tmp_path), load(context=321))
+
+
+def test_the_command_needs_no_more_than_the_manifest(tiny_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "leadout.json").write_bytes((tiny_bundle / "leadout.json").read_bytes())
+    done = CliRunner().invoke(main, ["plan", str(tmp_path), "--batch", "2", "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["models"]) == {"target", "draft"} and found["context"] == 256
+    assert found["total"] == sum(model["total"] for model in found["models"].values())
+    for model in found["models"].values():
+        assert model["total"] == model["weights"] + model["cache"] + model["logits"] + model["steps"]
+    table = CliRunner().invoke(main, ["plan", str(tmp_path), "--provider", "tensorrt", "--precision", "int4"])
+    assert "MB on tensorrt in int4: batch 1, drafts of 8, context 256" in table.stdout
+    assert CliRunner().invoke(main, ["plan", str(tmp_path / "nothing")]).exit_code == 3
