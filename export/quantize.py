@@ -85,6 +85,43 @@ def to_int4_blocks(model: ir.Model) -> list[str]:
     return _linears_to(model, _int4_blocks)
 
 
+def from_int4(model: ir.Model) -> None:
+    """An int4 graph back to plain operators in fp32, in place, for runtimes without MatMulNBits: the weights keep the
+    values that int4 gave them."""
+    for n in list(model.graph):
+        if n.op_type == "MatMulNBits":
+            rows = _unpacked(model, n.inputs[1], n.inputs[2], n.attributes["K"].as_int())
+            weight = node(model, n, "Transpose", [rows], perm=[1, 0])
+            swap(n.outputs[0], node(model, n, "MatMul", [n.inputs[0], weight], like=n.outputs[0]))
+        elif (table := _coarse_table(model, n)) is not None:
+            swap(n.outputs[0], node(model, n, "Gather", [table, *_tokens(model)], axis=0, like=n.outputs[0]))
+    sweep(model)
+
+
+def _unpacked(model: ir.Model, packed: ir.Value, scale: ir.Value, width: int) -> ir.Value:
+    levels, scales = array_of(packed), array_of(scale)
+    assert levels is not None and scales is not None
+    return constant(model, f"{packed.name}.rows", int4_to_rows(levels, scales, width))
+
+
+def _coarse_table(model: ir.Model, n: ir.Node) -> ir.Value | None:
+    """The table in fp32, if ``n`` ends an embedding's lookup in int4, or in int8 with a scale a row."""
+    if n.op_type == "GatherBlockQuantized" and (flat := made_by(n.inputs[0], "Reshape")) is not None:
+        return _unpacked(model, flat.inputs[0], n.inputs[2], _BLOCK * dims(n.inputs[2])[1])
+    cast = made_by(n.inputs[0], "Cast") if n.op_type == "Mul" else None
+    lookup = made_by(cast.inputs[0], "Gather") if cast is not None else None
+    scale = made_by(n.inputs[1], "Gather") if lookup is not None else None
+    if lookup is None or scale is None:
+        return None
+    levels, scales = array_of(lookup.inputs[0]), array_of(scale.inputs[0])
+    assert levels is not None and scales is not None
+    return constant(model, f"{lookup.inputs[0].name}.rows", (levels * scales).astype(np.float32))
+
+
+def _tokens(model: ir.Model) -> list[ir.Value]:
+    return [value for value in model.graph.inputs if value.name == "input_ids"]
+
+
 def columns_to_int4(weight: Array) -> tuple[Array, Array]:
     """[K,N] float, K a multiple of 32 -> int4 [K,N] and fp32 scales [K/32,N], positive as TensorRT wants them: the
     least that reaches both extremes of a block, for levels from -8 to 7."""

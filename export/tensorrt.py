@@ -115,7 +115,7 @@ def check_buildable(model: Model, precision: str) -> None:
             f"the {role} was imported ('{entry.dialect}'): engines are built from a checkpoint's own export:"
             " leadout export TARGET --draft DRAFT -o BUNDLE"
         )
-    if entry.precision not in ("fp32", "fp16"):
+    if entry.precision not in ("fp32", "int4", "fp16"):
         raise ExportError(
             f"the {role} is in {entry.precision}, which only ONNX Runtime reads; export the pair in fp32"
             f" (leadout export TARGET --draft DRAFT -o BUNDLE --precision fp32) and build that in {PRECISIONS[-1]}"

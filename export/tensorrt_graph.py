@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .half import to_half
-from .quantize import to_int4_blocks
+from .quantize import from_int4, to_int4_blocks
 from .rewrite import constant, dims, node, sweep
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int4")
@@ -21,6 +21,7 @@ def lower(model: ir.Model, precision: str, capacity: int, top: int) -> list[str]
     """Rewrite a canonical graph in place for an engine of ``capacity`` slots a row. int4 is weights only, with fp16
     activations and cache. ``top`` as in ``add_heads``. Returns what is worth knowing about it, a line each."""
     notes = []
+    from_int4(model)
     fold_scale(model)
     if precision == "int4":
         notes += [f"{name} stays fp16: its K is no multiple of 32" for name in to_int4_blocks(model)]

@@ -12,7 +12,7 @@ from support_graphs import Shape, graph, op_counts, reference, tokens, write
 from leadout.engines.ort import SlotEngine
 from leadout.errors import ExportError
 from leadout.export.passes import pack, simplify
-from leadout.export.quantize import int4_to_rows, quantize, rows_to_int4, rows_to_int8
+from leadout.export.quantize import from_int4, int4_to_rows, quantize, rows_to_int4, rows_to_int8
 
 # Root mean square of the error over that of the logits; random weights, which have no redundancy (real ones lose less).
 ERROR = {"fp16": (0.001, 0.004), "int8": (0.02, 0.07), "int4": (0.2, 0.5)}
@@ -97,5 +97,23 @@ def test_int4_blocks_hold_sixteen_levels_around_eight() -> None:
     levels = np.stack([packed & 15, packed >> 4], -1).reshape(3, 3, 32).astype(np.int32) - 8
     back = (levels * scale[..., None]).reshape(3, 96)
     assert np.abs(back[:, :70] - rows).max() <= np.abs(scale).max() + 1e-6
-    assert not back[:, 70:].any() and np.array_equal(int4_to_rows(packed, scale, 70), back[:, :70])
+    assert not back[:, 70:].any() and np.allclose(int4_to_rows(packed, scale, 70), back[:, :70])
     assert levels.min() == -8
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_int4_goes_back_to_plain_operators_with_the_weights_it_left(tied: bool, tmp_path: Path) -> None:
+    c = Shape(tied=tied, biases=True)
+    row, start = tokens(c, 1, 24), np.zeros(1, np.int64)
+    coarse = write(c, tmp_path, "int4")
+    engine = SlotEngine(coarse, variant="canonical")
+    wanted = engine.forward(row, start)[0].copy()
+    engine.close()
+    model = ir.load(coarse.path("canonical"))
+    from_int4(model)
+    assert {n.domain for n in model.graph} == {""}
+    assert not [v.name for v in model.graph.initializers.values() if v.dtype in (ir.DataType.INT8, ir.DataType.UINT8)]
+    ir.save(model, tmp_path / "model.onnx", external_data="plain.data")
+    plain = SlotEngine(coarse, variant="canonical")
+    error = np.sqrt(((plain.forward(row, start)[0] - wanted) ** 2).mean() / (wanted**2).mean())
+    assert error < 0.05, "the products' inputs are in int8 on the int4 side, nothing else differs"

@@ -201,9 +201,8 @@ def test_another_logger_in_the_process_is_refused(tmp_path: Path) -> None:
 
 
 def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -> None:
-    for precision in ("int8", "int4"):
-        with pytest.raises(ExportError, match=f"target is in {precision}.*leadout export .*--precision fp32"):
-            build_engines(bundle(tmp_path / precision, precision), RTX)
+    with pytest.raises(ExportError, match=r"target is in int8.*leadout export .*--precision fp32"):
+        build_engines(bundle(tmp_path / "int8", "int8"), RTX)
     with pytest.raises(ExportError, match="in fp16 and can be built in fp16 only; for bf16 export"):
         build_engines(bundle(tmp_path / "fp16", "fp16"), RTX, precision="bf16")
     entry = bundle(tmp_path / "fp32").model("target").entry
