@@ -47,25 +47,30 @@ class Sizes:
     capacity: int | None = None
     top: int = 64
 
-    def check(self, model: Model) -> None:
+    def check(self, models: Sequence[Model]) -> None:
         """Raise UsageError naming the legal range."""
         for name, least in {"max_batch": 1, "max_draft": 1, "top": 0}.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
-        least, most = 2 * (self.max_draft + 1), model.entry.max_context + self.max_draft
-        if not least <= self.slots(model) <= most:
+        least, most = 2 * (self.max_draft + 1), max(self._most(model) for model in models)
+        if self.capacity is not None and not least <= self.capacity <= most:
             raise UsageError(
-                f"capacity must be from {least} (two steps of the longest draft) to {most} slots for the"
-                f" {model.folder.name} (its context and a draft), not {self.slots(model)}"
+                f"capacity must be from {least} (two steps of the longest draft) to {most} slots (the context and a"
+                f" draft), not {self.capacity}"
             )
-        if not self.max_draft < self.prefill(model) <= self.slots(model):
+        fits = min(self.slots(model) for model in models)
+        if self.max_prefill is not None and not self.max_draft < self.max_prefill <= fits:
             raise UsageError(
-                f"max-prefill must be from {self.max_draft + 1} (the longest draft and one) to {self.slots(model)}"
-                f" (the capacity), not {self.max_prefill}"
+                f"max-prefill must be from {self.max_draft + 1} (the longest draft and one) to {fits} (the capacity),"
+                f" not {self.max_prefill}"
             )
 
     def slots(self, model: Model) -> int:
-        return model.entry.max_context + self.max_draft if self.capacity is None else self.capacity
+        """Of a row; a model with less context than the other gets no more than it can use."""
+        return self._most(model) if self.capacity is None else min(self.capacity, self._most(model))
+
+    def _most(self, model: Model) -> int:
+        return model.entry.max_context + self.max_draft
 
     def prefill(self, model: Model) -> int:
         return min(DEFAULT_PREFILL, self.slots(model)) if self.max_prefill is None else self.max_prefill
@@ -100,8 +105,7 @@ def build_engines(
     for model in models:
         check_buildable(model, precision)
     targets = check_capabilities(sdk, capabilities)
-    for model in models:
-        sizes.check(model)
+    sizes.check(models)
     return [path for model in models for path in _build_model(model, sdk, precision, sizes, targets, progress)]
 
 
@@ -161,7 +165,7 @@ class _Build:
         self.logger.lines.clear()
         self.builder = self.trt.Builder(self.logger)
         self.network = self.builder.create_network(compat.network_flags(sdk))
-        parse(self.trt, self.network, self.logger, path)
+        self.parser = parse(self.trt, self.network, self.logger, path)
         counts = {
             "layers": len(model.entry.cache),
             "attentions": sum(n.op_type == "Attention" for n in self.graph.graph),

@@ -20,12 +20,14 @@ _LOGGER_IGNORED = "The logger passed into"
 _SILENCE = 2.0  # seconds between two lines of progress
 
 
-def parse(trt: Any, network: Any, logger: Any, path: Path) -> None:
-    """Read the graph at ``path`` into ``network``. Raises EngineError with the parser's own words."""
+def parse(trt: Any, network: Any, logger: Any, path: Path) -> Any:
+    """Read the graph at ``path`` into ``network``. Returns the parser, which owns the weights: keep it until the build.
+    Raises EngineError with the parser's own words."""
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(path)):
         said = [str(parser.get_error(i).desc()) for i in range(parser.num_errors)]
         raise EngineError(f"{path.name} does not parse: {' '.join(said[0].split()) if said else 'no reason given'}")
+    return parser
 
 
 def check_import(trt: Any, network: Any, logger: Any, *, layers: int, attentions: int) -> dict[str, str]:
@@ -47,7 +49,7 @@ def check_import(trt: Any, network: Any, logger: Any, *, layers: int, attentions
             raise EngineError(f"{name}: the parser left out the mask")
         if attention.causal_kind != trt.CausalMaskKind.NONE:
             raise EngineError(f"{name}: the parser made it {attention.causal_kind.name} causal; the mask alone decides")
-        if attention.key_value_lengths is not None:
+        if getattr(attention, "key_value_lengths", None) is not None:  # TensorRT 10 has none
             raise EngineError(f"{name}: the parser gave it key-value lengths; the mask alone decides")
     return _aliases(trt, network, layers)
 

@@ -125,7 +125,7 @@ class Pair:
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
         self.batch_size = batch_size
         self.decoder = Decoder(target, draft, exact=exact)
-        self._defaults = {"draft": "model" if draft else "ngram", **sampling_defaults(bundle.manifest)}
+        self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
     def generate(self, prompt: str | Request, **settings: Any) -> Result: ...

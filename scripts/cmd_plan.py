@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from ..bundle import ModelEntry
     from ..engines.plan import Load, Memory
 
 MEGABYTE = 1e6
@@ -18,7 +20,7 @@ MEGABYTE = 1e6
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Rows at once.")
 @click.option("--draft-length", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens a round.")
-@click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the models take]")
+@click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the target takes]")
 @click.option(
     "--provider",
     type=click.Choice(("cpu", "cuda", "tensorrt", "tensorrt-rtx")),
@@ -53,20 +55,24 @@ def command(
     from ..engines.plan import Load, describe, plan
 
     models = read_manifest(bundle).models
-    most = min(model.max_context for model in models.values())
     load = Load(
         provider=provider,
         batch=batch,
         draft_length=draft_length,
-        context=most if context is None else context,
+        context=models["target"].max_context if context is None else context,
         precision=precision,
         capacity=capacity,
     )
-    memories = {role: plan(model, load) for role, model in models.items()}
+    memories = {role: plan(model, load if role == "target" else fitting(load, model)) for role, model in models.items()}
     if as_json:
         click.echo(json.dumps(describe(memories, load)))
     else:
         show(memories, load)
+
+
+def fitting(load: Load, model: ModelEntry) -> Load:
+    """A draft of less context than is planned for serves as far as it goes."""
+    return dataclasses.replace(load, context=min(load.context, model.max_context))
 
 
 def show(memories: dict[str, Memory], load: Load) -> None:

@@ -57,7 +57,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--draft",
         {
             "type": click.Choice(("auto", "model", "suffix", "recycling", "ngram", "none")),
-            "help": "Who proposes; auto: the most promising, each round. [default: model, if any]",
+            "help": "Who proposes; auto: the most promising, each round. [default: auto]",
         },
     ),
     (

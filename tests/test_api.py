@@ -91,7 +91,7 @@ def test_generate_gives_one_result_for_one_prompt_and_a_list_for_a_list(pair: Pa
 
 def test_result_says_what_happened(pair: Pair) -> None:
     result = pair.generate(PROMPT, max_new_tokens=40)
-    assert (result.finish_reason, result.rule, result.seed, result.draft) == ("length", "greedy", None, "model")
+    assert (result.finish_reason, result.rule, result.seed, result.draft) == ("length", "greedy", None, "auto")
     assert result.lossless
     assert 0 < result.stats.accepted < result.stats.tested, "the toy draft agrees partly"
     assert result.stats.tokens == 40
@@ -200,9 +200,9 @@ def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any) -> None:
         pair.generate(prompt)
 
 
-def test_without_a_draft_model_the_ngram_drafter_is_the_default(tokenizer_file: Path) -> None:
+def test_without_a_draft_model_the_free_ones_draft(tokenizer_file: Path) -> None:
     with make(tokenizer_file, draft=False) as single:
-        assert single.generate(PROMPT, max_new_tokens=4).draft == "ngram"
+        assert single.generate(PROMPT, max_new_tokens=4).draft == "auto"
         with pytest.raises(UsageError, match=r"\(possible: auto, suffix, recycling, ngram, none\)"):
             single.generate(PROMPT, draft="model")
 

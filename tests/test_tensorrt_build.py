@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
@@ -55,12 +56,15 @@ def sealed(folder: Path, entries: dict[str, ModelEntry]) -> Bundle:
     return Bundle.read(folder)
 
 
+PARSERS: list[Any] = []  # they own the weights of their networks
+
+
 def parsed(path: Path) -> tuple[Any, Any, Any]:
     """The SDK, the network and the log of the graph at ``path``; the network keeps its builder alive."""
     trt, logger = compat.sdk(RTX), compat.logger(RTX)
     logger.lines.clear()
     network = trt.Builder(logger).create_network(compat.network_flags(RTX))
-    parse(trt, network, logger, path)
+    PARSERS.append(parse(trt, network, logger, path))
     return trt, network, logger
 
 
@@ -113,6 +117,25 @@ def test_the_keys_are_read_where_they_lie(tmp_path: Path) -> None:
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     keys = {layer.get_input(1).name for layer in layers if layer.type == trt.LayerType.ATTENTION_INPUT}
     assert keys == {"present.0.key", "present.1.key"}
+
+
+def test_the_network_holds_the_weights_of_the_graph(tmp_path: Path) -> None:
+    path, made, _ = write_graph(bundle(tmp_path).model("target"), tmp_path, "fp16", SIZES)
+    trt, network, _ = parsed(path)
+    found = []
+    for layer in (network.get_layer(i) for i in range(network.num_layers)):
+        if layer.type == trt.LayerType.CONSTANT:
+            layer.__class__ = trt.IConstantLayer
+            found.append(layer.weights)
+    for tensor in (v.const_value.numpy() for v in made.graph.initializers.values() if v.const_value.size > 1000):
+        assert any(tensor.size == w.size and np.array_equal(tensor.ravel(), w.ravel()) for w in found)
+
+
+def test_a_model_of_less_context_gets_the_slots_it_can_use(tmp_path: Path) -> None:
+    found = bundle(tmp_path, target=C, draft=Shape(vocab=48, context=64))
+    sizes = Sizes(capacity=200)
+    sizes.check([found.model("target"), found.model("draft")])
+    assert [sizes.slots(found.model(role)) for role in ("target", "draft")] == [200, 72]
 
 
 def test_a_scale_that_is_not_folded_shows(tmp_path: Path) -> None:
@@ -217,8 +240,8 @@ def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -
         ({"max_batch": 0}, "max-batch must be at least 1, not 0"),
         ({"max_draft": 0}, "max-draft must be at least 1, not 0"),
         ({"top": -1}, "top must be at least 0, not -1"),
-        ({"capacity": 17}, "capacity must be from 18 .* to 328 slots for the target .*, not 17"),
-        ({"capacity": 329}, "capacity must be from 18 .* to 328 slots for the target .*, not 329"),
+        ({"capacity": 17}, "capacity must be from 18 .* to 328 slots .*, not 17"),
+        ({"capacity": 329}, "capacity must be from 18 .* to 328 slots .*, not 329"),
         ({"max_prefill": 8}, "max-prefill must be from 9 .* to 328 .*, not 8"),
         ({"max_prefill": 65, "capacity": 64}, "max-prefill must be from 9 .* to 64 .*, not 65"),
     ],
