@@ -116,7 +116,7 @@ def test_stream_is_generate_in_pieces(pair: Pair) -> None:
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == whole.text == stream.result.text
     assert [token_id for piece in pieces for token_id in piece.token_ids] == whole.token_ids
-    assert sum(len(piece.token_ids) for piece in pieces if piece.from_draft) == whole.stats.accepted > 0
+    assert sum(len(piece.token_ids) for piece in pieces if piece.from_draft) == stream.result.stats.accepted > 0
     assert {piece.from_draft for piece in pieces} == {True, False}
 
 
