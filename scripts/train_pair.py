@@ -94,7 +94,7 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
-DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=2400, shallow=2, int4_share=0.4)
+DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=1500, shallow=2, int4_share=0.4)
 
 
 # ---- corpus and tokenizer --------------------------------------------------------------------------------------------
