@@ -59,7 +59,7 @@ class SlotEngine:
         self._sessions: dict[str, Any] = {}
         self._steps: dict[tuple[int, int, int | None], _Step] = {}
         self._cache: list[Buffer] = []
-        self._capacity = 0
+        self._variant, self._batch, self._capacity = "", 0, 0
         self._flat = np.zeros(0, np.float32)
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None

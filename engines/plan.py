@@ -68,7 +68,8 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     if load.context > model.max_context:
         raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
     slots = load.context + load.draft_length
-    slots = (load.capacity or slots) if load.built else bucket(slots)
+    one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
+    slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "nonpad")
     number = _bytes_of_numbers(model, load)
     width = min(CHUNK, load.context)
     hidden = _hidden(model)
