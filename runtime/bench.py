@@ -53,7 +53,7 @@ class Timed:
         start = perf_counter()
         logits = self.engine.forward(tokens, past_lens, logit_index)
         took = perf_counter() - start
-        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens.any():
+        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
             self.seconds += took
         return logits
 

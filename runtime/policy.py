@@ -101,8 +101,8 @@ class Pace:
         self._modelled: dict[int, list[float]] = {}
 
     def start(self) -> None:
-        """New requests begin: the switch is on, costs are looked at anew."""
-        self.rest, self._round = Rest(), 0
+        """New requests begin: the switch is on."""
+        self.rest = Rest()
 
     def tick(self) -> None:
         """A round begins. Costs change slowly: those looked up serve for 8 rounds."""

@@ -198,10 +198,12 @@ class EarlierTexts:
     name, prior = "suffix", _EARLIER
 
     def __init__(self, pool: SuffixPool) -> None:
-        self._cursors = [Cursor(automaton) for automaton in reversed(pool.generations)]
-        self._taken = 0
+        self._pool, self._taken = pool, 0
+        self._cursors: list[Cursor] = []
 
     def take(self, tokens: Sequence[int]) -> None:
+        if not self._cursors:
+            self._cursors = [Cursor(automaton) for automaton in reversed(self._pool.generations)]
         for token in tokens[self._taken :]:
             for cursor in self._cursors:
                 cursor.step(token)
