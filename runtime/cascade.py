@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..engines.base import Logits
@@ -18,11 +19,27 @@ _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached:
 
 
 class Plan(NamedTuple):
-    """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them."""
+    """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them.
+
+    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost; none, that it must
+    not be cut.
+    """
 
     by: str = "none"
     tokens: Sequence[int] = ()
     length: int = 0
+    expected: Sequence[float] = ()
+
+    @property
+    def drafts(self) -> int:
+        """How many tokens are going to be drafted."""
+        return self.length or len(self.tokens)
+
+    def cut(self, longest: int) -> Plan:
+        """The same with at most ``longest`` drafts, if it may be cut."""
+        if not self.expected or self.drafts <= longest:
+            return self
+        return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
 
 
 @dataclass(slots=True)
@@ -79,7 +96,10 @@ class Cascade:
             each.look(tokens, longest, floor)
         free, speed = self._best_guess(rows, whole=wanted is not None)
         length, promised = self._from_model(min(limit, model_limit), allotted, rows)
-        return Plan("model", length=length) if length and promised > speed else free
+        if not length or promised <= speed:
+            return free
+        forced = self._fixed is not None or promised == math.inf
+        return Plan("model", length=length, expected=() if forced or self._model is None else self._model.tokens)
 
     def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits) -> None:
         """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``."""
@@ -105,12 +125,12 @@ class Cascade:
         seconds = self._pace.seconds_without_draft(rows)
         plan, best = Plan(), 0.0 if whole else 1.0 / seconds[0]
         for each in self._drafters:
-            tokens = 1.0
-            for length, survival in enumerate(each.guess.survivals, start=1):
-                tokens += survival
+            expected = list(accumulate(each.guess.survivals, initial=1.0))
+            for length, tokens in enumerate(expected[1:], start=1):
                 speed = tokens / seconds[length]
                 if speed > best and (not whole or length == len(each.guess.tokens)):
-                    plan, best = Plan(each.drafter.name, each.guess.tokens[:length]), speed
+                    cuttable = () if whole else expected
+                    plan, best = Plan(each.drafter.name, each.guess.tokens[:length], expected=cuttable), speed
         return plan, best
 
     def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from .cascade import Cascade, Commons, Plan
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
-from .policy import AutoLength, FixedLength, Pace, Policy
+from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Rule, Settings
@@ -182,12 +182,24 @@ class Decoder:
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
         of_model = [min(each) for each in zip(limits, rooms, strict=True)]
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
-        return [
+        plans = [
             Plan("model", length=length)
             if row.cascade is None
             else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
+        return plans if len(rows) == 1 else self._cut(plans)
+
+    def _cut(self, plans: list[Plan]) -> list[Plan]:
+        """No row's long draft makes the others' step wider than all together gain by it."""
+        cuttable = [(plan.expected, plan.drafts) for plan in plans if plan.expected]
+        if not cuttable:
+            return plans
+        fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
+        modelled = any(plan.length for plan in plans)
+        seconds = (self._pace.seconds if modelled else self._pace.seconds_without_draft)(len(plans))
+        longest = cap(cuttable, seconds, fixed)
+        return [plan.cut(longest) for plan in plans]
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]

@@ -157,6 +157,21 @@ class Pace:
         return best
 
 
+def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int) -> int:
+    """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
+    argmax of (expected tokens of all) / (expected seconds).
+
+    ``plans``: of each row that may be cut, the expected tokens of drafts of 0, 1, 2, ... and the length it wants;
+    ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest draft of those that may not be cut.
+    """
+    longest = max(length for _, length in plans)
+    speeds = [
+        sum(expected[min(width, length)] for expected, length in plans) / seconds[max(width, fixed)]
+        for width in range(longest + 1)
+    ]
+    return speeds.index(max(speeds))
+
+
 def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> list[float]:
     """Expected tokens of a round of all requests with drafts of 0, 1, 2, ..., each up to its limit; as long as
     anything is added."""

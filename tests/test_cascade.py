@@ -307,3 +307,11 @@ def test_a_real_pair_writes_the_same_with_every_drafter(tiny_bundle):
                 assert [result.token_ids for result in pair.generate(prompts, **drafting)] == batch, draft
         pair.forget()
         assert len(pair.decoder._commons.successors) == 0
+
+
+def test_fixed_drafts_of_a_batch_are_never_cut(monkeypatch):
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_token=3.0))
+    fixed = [(REPEATS, Settings(draft="ngram", draft_length=7, max_new_tokens=20))]
+    others = [(list(range(20)), Settings(draft="suffix", max_new_tokens=20)) for _ in range(3)]
+    alone, together = (decode(batch, eos=())[2][0] for batch in (fixed, fixed + others))
+    assert alone.by_drafter == together.by_drafter

@@ -114,13 +114,22 @@ def the_model_is_judged_by_its_own_drafts(monkeypatch):
 def a_row_s_guesses_do_not_depend_on_its_neighbours(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "Costs", lambda: FixedCosts())
-        batch = [(test_cascade.REPEATS, Settings(draft=draft, max_new_tokens=50)) for draft in ("model", "ngram")]
+        batch = [
+            (test_cascade.REPEATS, Settings(draft=draft, draft_length=4, max_new_tokens=50))
+            for draft in ("model", "ngram")
+        ]
         together = test_cascade.decode(batch, eos=())[2]
         alone = [test_cascade.decode([request], eos=())[2][0] for request in batch]
     assert [each.by_drafter for each in together] == [each.by_drafter for each in alone]
 
 
+def fixed_drafts_stay(monkeypatch):
+    with monkeypatch.context() as patch:
+        test_cascade.test_fixed_drafts_of_a_batch_are_never_cut(patch)
+
+
 CHECKS = [
+    fixed_drafts_stay,
     automata_hold,
     readers_find_their_place,
     texts_are_bounded_and_apart,
@@ -170,8 +179,8 @@ MUTANTS = [
     Mutant(
         "only text that was drafted is scored", cascade.Cascade, "observe", "each.score(new)", "each.score(fed[1:])"
     ),
-    Mutant("the model before any guess", cascade.Cascade, "choose", "promised > speed", "promised > 0"),
-    Mutant("the model never", cascade.Cascade, "choose", "promised > speed", "promised > 99"),
+    Mutant("the model before any guess", cascade.Cascade, "choose", "promised <= speed", "promised <= 0"),
+    Mutant("the model never", cascade.Cascade, "choose", "promised <= speed", "promised <= 99"),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
     Mutant("no try after a rest", cascade.Cascade, "_from_model", "promised <= self._model.speed(0, rows)", "False"),
     Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.costs.first_length(limit)", "None"),
@@ -182,6 +191,7 @@ MUTANTS = [
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
     Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
+    Mutant("a fixed draft is cut", cascade.Plan, "cut", "not self.expected or", "False or"),
     Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),
     Mutant("a moved row leaves its draft cache", D, "_retire", "self._drafting.move(len(live), place)", "pass"),
     Mutant(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from leadout.runtime.costs import Costs
-from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace
+from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace, cap
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 
 
@@ -160,3 +160,12 @@ def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
         costs.record_target(1, width, seconds)
     table = costs.target(1)
     assert table is not None and table[2] == table[3] == 5.0 and table[5] == 6.0
+
+
+def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
+    seconds = [1 + 0.2 * length for length in range(17)]
+    sure, unsure = [1 + 0.99 * length for length in range(17)], [1.0, 1.3]
+    assert cap([(sure, 16)], seconds, 0) == 16
+    assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 0) == 1, "the seven wait for nothing else"
+    assert cap([(sure, 16), *[(unsure, 1)] * 2], seconds, 0) == 16
+    assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 12) == 12, "a fixed draft has made the step that wide"
