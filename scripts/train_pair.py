@@ -3,8 +3,10 @@
 The corpus is the source of CPython's own standard library, as installed with the interpreter that runs this
 program; the files named in ``held_out.txt`` are never trained on and give every figure in the model cards.
 
-    python -m leadout.scripts.train_pair target --out models      about an hour on two CPU cores
+    python -m leadout.scripts.train_pair target --out models      an hour and a quarter on two CPU cores with AMX
     python -m leadout.scripts.train_pair draft  --out models      a quarter of an hour
+
+Without bfloat16 units everything is computed in float32 and takes several times as long.
 """
 
 from __future__ import annotations
