@@ -192,13 +192,11 @@ class Decoder:
 
     def _cut(self, plans: list[Plan]) -> list[Plan]:
         """No row's long draft makes the others' step wider than all together gain by it."""
-        cuttable = [(plan.expected, plan.drafts) for plan in plans if plan.expected]
-        if not cuttable:
-            return plans
+        wanted = [(plan.expected, plan.drafts) if plan.expected else ((1.0,), 0) for plan in plans]
         fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
         modelled = any(plan.length for plan in plans)
         seconds = (self._pace.seconds if modelled else self._pace.seconds_without_draft)(len(plans))
-        longest = cap(cuttable, seconds, fixed)
+        longest = cap(wanted, seconds, fixed)
         return [plan.cut(longest) for plan in plans]
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:

@@ -315,3 +315,15 @@ def test_fixed_drafts_of_a_batch_are_never_cut(monkeypatch):
     others = [(list(range(20)), Settings(draft="suffix", max_new_tokens=20)) for _ in range(3)]
     alone, together = (decode(batch, eos=())[2][0] for batch in (fixed, fixed + others))
     assert alone.by_drafter == together.by_drafter
+
+
+def test_a_row_that_repeats_does_not_make_the_others_steps_wide(monkeypatch):
+    """A long sure guess costs six rows that only wait what it costs its own: alone it is drafted whole, here not."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_token=0.2))
+    widths = {}
+    for others in (0, 6):
+        target = ToyEngine(table_law(9, order=1, sharpness=9.0), 9, max_context=256)
+        waiting = [([1, 2, 3], Settings(draft="none", max_new_tokens=60)) for _ in range(others)]
+        decode([([4, 5, 6] * 8, Settings(draft="suffix", max_new_tokens=60)), *waiting], pair=(target, None), eos=())
+        widths[others] = max(width for _, width in target.calls[1:])
+    assert widths[6] < widths[0]
