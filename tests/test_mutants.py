@@ -337,6 +337,16 @@ def mutate(monkeypatch, mutant):
     monkeypatch.setattr(mutant.owner, mutant.name, scope[mutant.name])
 
 
+def must_die(mutant, checks, monkeypatch):
+    mutate(monkeypatch, mutant)
+    for check in checks:
+        try:
+            check(monkeypatch)
+        except (AssertionError, LeadoutError, LookupError):
+            return
+    pytest.fail(f"nothing noticed: {mutant.bug}")
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_healthy_code_passes(check, monkeypatch):
     check(monkeypatch)
@@ -344,10 +354,4 @@ def test_healthy_code_passes(check, monkeypatch):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_mutant_is_killed(mutant, monkeypatch):
-    mutate(monkeypatch, mutant)
-    for check in CHECKS:
-        try:
-            check(monkeypatch)
-        except (AssertionError, LeadoutError, LookupError):
-            return
-    pytest.fail(f"nothing noticed: {mutant.bug}")
+    must_die(mutant, CHECKS, monkeypatch)
