@@ -165,18 +165,19 @@ class Decoder:
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
         plans = self._plan(rows)
+        clock.lap("host")
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths)
-            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
     def _plan(self, rows: list[Row]) -> list[Plan]:
-        self._pace.tick()
+        self._pace.tick(mean_context(rows))
         widest = self._target.engine.spec.max_verify - 1
         limits = [min(row.sequence.room - 1, widest) for row in rows]
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
@@ -203,7 +204,7 @@ class Decoder:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
         width = max(self._target.narrowest, *map(len, pieces))
-        self.costs.record_target(len(rows), width, clock.lap("target"))
+        self.costs.record_target(len(rows), width, clock.lap("target"), mean_context(rows))
         return logits
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
@@ -249,6 +250,11 @@ class Decoder:
                     live[place] = last
         self.costs.record_host(len(rows), clock.charge([row.stats for row in rows]))
         return live
+
+
+def mean_context(rows: list[Row]) -> int:
+    """Tokens of a row before its step, on average."""
+    return sum(row.sequence.cached for row in rows) // len(rows)
 
 
 def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:

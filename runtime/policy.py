@@ -96,7 +96,7 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
-        self._round = 0
+        self._round = self._past = 0
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
 
@@ -104,10 +104,12 @@ class Pace:
         """New requests begin: the switch is on."""
         self.rest = Rest()
 
-    def tick(self) -> None:
-        """A round begins. Costs change slowly: those looked up serve for 8 rounds."""
+    def tick(self, past: int = 0) -> None:
+        """A round begins, on contexts of ``past`` tokens on average. Costs change slowly: those looked up serve for 8
+        rounds."""
         self.rest.tick()
         self._round += 1
+        self._past = past
         if self._round % _REFRESH == 0 or self._round < _FIRST_REST:
             self._free.clear()
             self._modelled.clear()
@@ -116,7 +118,7 @@ class Pace:
         """Expected seconds of a round that verifies 0..16 drafts that cost nothing (one each while nothing is
         measured)."""
         if (known := self._free.get(rows)) is None:
-            host, steps = self.costs.host(rows), self.costs.target(rows) or [1.0] * (MAX_DRAFT_LENGTH + 2)
+            host, steps = self.costs.host(rows), self.costs.target(rows, self._past) or [1.0] * (MAX_DRAFT_LENGTH + 2)
             widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
             known = self._free[rows] = [host + steps[width] for width in widths]
         return known
@@ -124,7 +126,7 @@ class Pace:
     def seconds(self, rows: int) -> list[float]:
         """The same with drafts of the draft model."""
         if (known := self._modelled.get(rows)) is None:
-            draft, free = self.costs.draft(rows), self.seconds_without_draft(rows)
+            draft, free = self.costs.draft(rows, self._past), self.seconds_without_draft(rows)
             known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
         return known
 
