@@ -76,7 +76,8 @@ def table(report: dict[str, Any]) -> str:
     rows = [
         ("plain decode", f"{report['plain']['tokens_per_second']:.1f} tokens/s"),
         ("speculative", f"{report['speculative']['tokens_per_second']:.1f} tokens/s"),
-        ("speedup", f"{report['speedup']:.2f} (the costs alone predict {report['predicted_speedup']:.2f})"),
+        ("speedup", f"{report['speedup']:.2f} (the cost tables predict {report['predicted_speedup']:.2f})"),
+        ("unaccounted", ", ".join(f"{share:.1%} of {side}" for side, share in report["unaccounted"].items())),
         ("with the prompt", f"{report['speedup_with_prompt']:.2f}"),
         ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
         ("host share", f"{report['host_share']:.1%}"),
