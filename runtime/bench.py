@@ -12,7 +12,6 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, ModelSpec, Tokens
-from .costs import Step
+from .costs import Costs, Step
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .stats import Stats
+from .tuned import processor
 
 TIMED_STEPS = 9
 
@@ -113,8 +113,10 @@ class Bench:
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(self.target, None, exact=False)
-        self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
-        self.single = Decoder(self.target, self.draft, exact=pair.exact)  # has not seen the batch's answers
+        self.speculative = Decoder(self.target, self.draft, exact=pair.exact, costs=Costs(pair.known))
+        self.single = Decoder(  # has not seen the batch's answers
+            self.target, self.draft, exact=pair.exact, costs=Costs(pair.known)
+        )
         self._warm: dict[str, Counter[Step]] = {}  # what had been counted of each side before anything was timed
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -274,11 +276,3 @@ def surroundings() -> dict[str, Any]:
         "hardware": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": versions,
     }
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

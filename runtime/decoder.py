@@ -46,12 +46,13 @@ class Decoder:
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
-    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
+    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True, costs: Costs | None = None) -> None:
+        """``costs``: what is known of this device already."""
         self._target = Stepper(target, "target", narrowest=2 if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
             self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
-        self.costs, self._commons = Costs(), Commons()
+        self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0

@@ -58,6 +58,8 @@ def command(
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
     with load(bundle, **where, variant=variant, exact=exact) as pair:
+        if pair.note:
+            click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         report = Bench(pair, wanted, batch_size).run(ids, progress)
