@@ -12,6 +12,7 @@ from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
 from .cascade import Cascade, Commons, Plan
+from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
@@ -170,19 +171,32 @@ class Decoder:
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
+            lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
-            proposed = self._drafting.propose(rows, lengths)
-            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started, mean_context(rows))
+            proposed = self._drafting.propose(rows, lengths, watch)
+            steps = max(len(draft.tokens) for draft in proposed)
+            self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
-    def _plan(self, rows: list[Row]) -> list[Plan]:
-        self._pace.tick(mean_context(rows))
+    def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
+        """Where every draft of the round may be cut anywhere, how far each may go, and what says when to stop."""
+        if not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
+            return lengths, None
+        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
+        return (lengths, None) if watch is None else (list(watch.limits), watch)
+
+    def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:
+        """The longest draft of each row, and if it is the draft model's."""
         widest = self._target.engine.spec.max_verify - 1
         limits = [min(row.sequence.room - 1, widest) for row in rows]
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
-        of_model = [min(each) for each in zip(limits, rooms, strict=True)]
+        return limits, [min(each) for each in zip(limits, rooms, strict=True)]
+
+    def _plan(self, rows: list[Row]) -> list[Plan]:
+        self._pace.tick(mean_context(rows))
+        limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
             Plan("model", length=length)
@@ -222,7 +236,7 @@ class Decoder:
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            row.policy.observe(verdict.tested, verdict.accepted)
+            row.policy.observe(verdict.tested, verdict.accepted, draft.classes)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted)
         if row.finish_reason is not None and row.cascade is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .confidence import PRIOR, Sureness, Watch
 from .costs import Costs
+from .free import Calibration
 from .settings import MAX_DRAFT_LENGTH
 
 _FIRST_ACCEPTANCE = 0.7
@@ -96,6 +98,8 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
+        self.sureness = Calibration(PRIOR)
+        self._price = 0.0  # tokens a second of the length just chosen; 0 where it was not chosen for its speed
         self._round = self._past = 0
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
@@ -142,7 +146,30 @@ class Pace:
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
+    def watch(self, policies: Sequence[Policy], limits: Sequence[int]) -> Watch | None:
+        """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
+        to ``limits``: nothing where a length is fixed, measured or tried."""
+        auto = [policy for policy in policies if isinstance(policy, AutoLength)]
+        if not self._price or len(auto) < len(policies):
+            return None
+        price = self._local(auto)
+        chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
+        limits = [min(limit, MAX_DRAFT_LENGTH) for limit in limits]
+        return Watch(chances, rates, limits, self.seconds(len(policies)), price)
+
+    def _local(self, auto: Sequence[AutoLength]) -> float:
+        """Tokens a second of the last watched rounds of these requests."""
+        seconds = self.seconds(len(auto))
+        tokens = took = 0.0
+        for policy in auto:
+            known = _PRIOR_WEIGHT + policy.watched
+            best = min(self._best, len(policy.tokens) - 1)
+            tokens += (_PRIOR_WEIGHT * policy.tokens[best] + policy.watched_tokens) / known
+            took += (_PRIOR_WEIGHT * seconds[best] + policy.watched_seconds) / known / len(auto)
+        return tokens / took
+
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
+        self._price = 0.0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0 or self.rest.resting:
             return 0
@@ -154,6 +181,8 @@ class Pace:
         best = speeds.index(max(speeds))
         if best:
             self.rest.end()
+            self._price = speeds[best]
+            self._best = best
         else:
             self.rest.begin()
         return best
@@ -191,7 +220,7 @@ class FixedLength:
     def __init__(self, fixed: int) -> None:
         self.fixed = fixed
 
-    def observe(self, tested: int, accepted: int) -> None:
+    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
         """Changes nothing."""
 
 
@@ -202,10 +231,23 @@ class AutoLength:
         self._pace = pace
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
         self.tokens = self._acceptance.expected_tokens()
+        self.sureness = Sureness(pace.sureness)
+        self.watched = self.watched_tokens = self.watched_seconds = 0.0
 
-    def observe(self, tested: int, accepted: int) -> None:
-        """What the last round's verdict was (both 0 if nothing was drafted)."""
+    @property
+    def rate(self) -> float:
+        """How many tested drafts are accepted."""
+        return self._acceptance.rate()
+
+    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
+        """What the last round's verdict was (both 0 if nothing was drafted); how sure the draft was of its tokens."""
         if tested:
+            self.sureness.record(classes, tested, accepted)
+            if classes:
+                seconds = self._pace.seconds(1)[len(classes)]
+                self.watched = _ROW_DECAY * self.watched + 1
+                self.watched_tokens = _ROW_DECAY * self.watched_tokens + accepted + 1
+                self.watched_seconds = _ROW_DECAY * self.watched_seconds + seconds
             self._acceptance.observe(tested, accepted)
             self._pace.acceptance.observe(tested, accepted)
             self.tokens = self._acceptance.expected_tokens()
