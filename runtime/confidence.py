@@ -17,7 +17,7 @@ from .free import Calibration
 
 _EDGES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 PRIOR = (0.35, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.88, 0.95, 0.98)  # of each class; shrunk to the demo pair's
-_ROW_DECAY = 0.98
+_ROW_DECAY, _ROUND_DECAY = 0.98, 0.95
 
 
 def sureness(logits: LogitRow, token: int) -> int | None:
@@ -75,17 +75,22 @@ class Watch:
 
 
 class Sureness:
-    """What is known of one row's classes, beginning with what all rows showed."""
+    """What is known of one row's classes, beginning with what all rows showed; and its watched rounds: how many, their
+    tokens and their seconds, the last 20 above all."""
 
     def __init__(self, shared: Calibration) -> None:
         self._shared, self._own = shared, Calibration(shared.rates, _ROW_DECAY)
+        self.rounds = self.tokens = self.seconds = 0.0
 
     @property
     def chances(self) -> Sequence[float]:
         return self._own.rates
 
-    def record(self, classes: Sequence[int], tested: int, accepted: int) -> None:
-        """A round's draft: its tokens' classes, how many were tested, how many accepted."""
+    def record(self, classes: Sequence[int], tested: int, accepted: int, seconds: float) -> None:
+        """A watched round: its drafts' classes, how many were tested, how many accepted, what such a round takes."""
         for position, each in enumerate(classes[:tested]):
             self._own.record(each, position < accepted)
             self._shared.record(each, position < accepted)
+        self.rounds = _ROUND_DECAY * self.rounds + 1.0
+        self.tokens = _ROUND_DECAY * self.tokens + accepted + 1.0
+        self.seconds = _ROUND_DECAY * self.seconds + seconds

@@ -99,7 +99,8 @@ class Pace:
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
         self.sureness = Calibration(PRIOR)
-        self._price = 0.0  # tokens a second of the length just chosen; 0 where it was not chosen for its speed
+        self.rows = 1  # that share the round's step
+        self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self._round = self._past = 0
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
@@ -140,6 +141,7 @@ class Pace:
         A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
         (expected seconds).
         """
+        self.rows = rows
         requests = zip(policies, limits, strict=True)
         auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
         joint = self._joint(auto, rows) if auto else 0
@@ -150,26 +152,26 @@ class Pace:
         """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
         to ``limits``: nothing where a length is fixed, measured or tried."""
         auto = [policy for policy in policies if isinstance(policy, AutoLength)]
-        if not self._price or len(auto) < len(policies):
+        if not self._length or len(auto) < len(policies):
             return None
-        price = self._local(auto)
         chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
         limits = [min(limit, MAX_DRAFT_LENGTH) for limit in limits]
-        return Watch(chances, rates, limits, self.seconds(len(policies)), price)
+        return Watch(chances, rates, limits, self.seconds(self.rows), self._local(auto))
 
     def _local(self, auto: Sequence[AutoLength]) -> float:
-        """Tokens a second of the last watched rounds of these requests."""
-        seconds = self.seconds(len(auto))
+        """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:
+        the price of time is the rate at which their text is written here and now."""
+        seconds, length = self.seconds(self.rows), self._length
         tokens = took = 0.0
         for policy in auto:
-            known = _PRIOR_WEIGHT + policy.watched
-            best = min(self._best, len(policy.tokens) - 1)
-            tokens += (_PRIOR_WEIGHT * policy.tokens[best] + policy.watched_tokens) / known
-            took += (_PRIOR_WEIGHT * seconds[best] + policy.watched_seconds) / known / len(auto)
+            seen = policy.sureness
+            promised = policy.tokens[min(length, len(policy.tokens) - 1)]
+            tokens += (_PRIOR_WEIGHT * promised + seen.tokens) / (_PRIOR_WEIGHT + seen.rounds)
+            took += (_PRIOR_WEIGHT * seconds[length] + seen.seconds) / (_PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
-        self._price = 0.0
+        self._length = 0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0 or self.rest.resting:
             return 0
@@ -181,10 +183,9 @@ class Pace:
         best = speeds.index(max(speeds))
         if best:
             self.rest.end()
-            self._price = speeds[best]
-            self._best = best
         else:
             self.rest.begin()
+        self._length = best
         return best
 
 
@@ -232,7 +233,6 @@ class AutoLength:
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(pace.sureness)
-        self.watched = self.watched_tokens = self.watched_seconds = 0.0
 
     @property
     def rate(self) -> float:
@@ -242,12 +242,8 @@ class AutoLength:
     def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
         """What the last round's verdict was (both 0 if nothing was drafted); how sure the draft was of its tokens."""
         if tested:
-            self.sureness.record(classes, tested, accepted)
             if classes:
-                seconds = self._pace.seconds(1)[len(classes)]
-                self.watched = _ROW_DECAY * self.watched + 1
-                self.watched_tokens = _ROW_DECAY * self.watched_tokens + accepted + 1
-                self.watched_seconds = _ROW_DECAY * self.watched_seconds + seconds
+                self.sureness.record(classes, tested, accepted, self._pace.seconds(self._pace.rows)[len(classes)])
             self._acceptance.observe(tested, accepted)
             self._pace.acceptance.observe(tested, accepted)
             self.tokens = self._acceptance.expected_tokens()
