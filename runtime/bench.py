@@ -1,7 +1,8 @@
 """What speculation is worth here: the fastest plain decode against the pair, alternating in one process.
 
 Both sides are timed after the prompt is in; ``speedup_with_prompt`` counts the prompt too. The plain side is never
-slowed: width 1, exactness off, the fastest graph variant for its number of rows.
+slowed: width 1, exactness off, the fastest graph variant for its number of rows (opened beside the pair's, if exactness
+asks for another).
 """
 
 from __future__ import annotations
@@ -105,14 +106,16 @@ Group = list[list[int]]
 class Bench:
     """One measurement of one pair: ``run`` gives the report that `leadout bench --json` prints."""
 
-    def __init__(self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1) -> None:
-        """``settings`` as for ``Pair.generate``."""
+    def __init__(
+        self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1, plain: Engine | None = None
+    ) -> None:
+        """``settings`` as for ``Pair.generate``; ``plain``: what decodes plainly, if not the pair's own target."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
         self.plain_settings = dataclasses.replace(self.settings, draft="none")
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
-        self.plain = Decoder(self.target, None, exact=False)
+        self.plain = Decoder(plain or pair.target, None, exact=False)
         self.speculative = Decoder(self.target, self.draft, exact=pair.exact, costs=Costs(pair.known))
         self.single = Decoder(  # has not seen the batch's answers
             self.target, self.draft, exact=pair.exact, costs=Costs(pair.known)

@@ -33,6 +33,7 @@ class Sweep(Decoder):
         super().__init__(target, draft, exact=exact)
         self._fixed = FixedLength(0)
         self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
+        self.narrowest = self._target.narrowest
         self.rounds = 0
 
     def _policy(self, settings: Settings) -> Policy:
@@ -73,14 +74,17 @@ class Promise:
 class Tuner:
     """One measurement of one pair. ``measure`` per number of rows, then ``costs`` to keep."""
 
-    def __init__(self, pair: Pair, settings: dict[str, Any], longest_context: int = 1024) -> None:
-        """``settings`` as for ``Pair.generate``, but who drafts and how much. Contexts are measured up to
+    def __init__(
+        self, pair: Pair, settings: dict[str, Any], longest_context: int = 1024, plain: Engine | None = None
+    ) -> None:
+        """``settings`` as for ``Pair.generate``, but who drafts and how much; ``plain`` decodes plainly, if not the
+        pair's own target. Contexts are measured up to
         ``longest_context`` tokens, and on the prompts as they are. Raises UsageError for a bundle without a draft."""
         if pair.draft is None:
             raise UsageError("this bundle has no draft model; there is nothing to tune")
         self.pair, self.settings = pair, pair.settings(settings | {"draft": "model"})
         self._given, self._longest = settings, longest_context
-        self._plain = Decoder(pair.target, None, exact=False)
+        self._bare, self._plain = plain, Decoder(plain or pair.target, None, exact=False)
         self._sweep = Sweep(pair.target, pair.draft, exact=pair.exact)
 
     def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
@@ -96,7 +100,7 @@ class Tuner:
                 break
         sweep.rounds = 0
         past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
-        return promise(self._plain.costs, sweep.costs, stats, rows, past, 2 if self.pair.exact else 1)
+        return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest)
 
     def measure_contexts(self, prompts: Group, rows: int) -> None:
         """Add steps on longer contexts, of the prompts one after the other."""
@@ -113,13 +117,12 @@ class Tuner:
             length *= 2
 
     def costs(self) -> list[Cost]:
-        """All that was measured of the bundle's own pair; of width 1 what plain decoding took."""
-        plain = [cost for cost in self._plain.costs.measured() if cost.part == "target"]
-        return plain + [cost for cost in self._sweep.costs.measured() if cost.part != "target" or cost.width > 1]
+        """All that was measured of the bundle's own pair."""
+        return self._sweep.costs.measured()
 
     def observe(self, prompts: Group, rows: int, **change: Any) -> dict[str, Any]:
         """What `leadout bench` says of these prompts with ``change`` in the settings."""
-        return Bench(self.pair, self._given | change, rows).run(prompts)
+        return Bench(self.pair, self._given | change, rows, self._bare).run(prompts)
 
 
 def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int) -> Promise:
@@ -168,11 +171,12 @@ def tune(
     batch_sizes: Sequence[int],
     candidates: dict[str, Engine],
     *,
+    plain: Engine | None = None,
     longest_context: int = 1024,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[dict[str, Any], list[Cost]]:
     """The report that `leadout tune --json` prints, and the costs to keep."""
-    tuner = Tuner(pair, settings, longest_context)
+    tuner = Tuner(pair, settings, longest_context, plain)
     report: dict[str, Any] = {"batch_sizes": {}, "drafts": {}, "prompts": len(prompts)}
     for rows in batch_sizes:
         progress(f"{rows} at once: each draft length in turn")

@@ -38,6 +38,7 @@ class Device:
     draft_provider: str
     threads: int
     variant: str
+    exact: bool
     runtime: str
 
 
@@ -58,7 +59,7 @@ class Tuned:
     tunings: tuple[Tuning, ...]
 
 
-def this_device(*, provider: str, draft_provider: str | None, threads: int, variant: str) -> Device:
+def this_device(*, provider: str, draft_provider: str | None, threads: int, variant: str, exact: bool) -> Device:
     """The machine this runs on, as it is used."""
     return Device(
         processor=processor(),
@@ -67,6 +68,7 @@ def this_device(*, provider: str, draft_provider: str | None, threads: int, vari
         draft_provider=draft_provider or provider,
         threads=threads,
         variant=variant,
+        exact=exact,
         runtime=", ".join(f"{name} {version}" for name in _RUNTIMES if (version := _version(name))),
     )
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
 from .options import ENGINE, SETTINGS, given, options, read_prompts
+
+if TYPE_CHECKING:
+    from ..runtime.pair import Pair
 
 # A checkout has held-out prompts for the demo pair; an installed package has these.
 CHECKOUT = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
@@ -62,9 +66,22 @@ def command(
             click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
-        report = Bench(pair, wanted, batch_size).run(ids, progress)
+        with bare_target(pair, provider, threads, variant) as plain:
+            report = Bench(pair, wanted, batch_size, plain).run(ids, progress)
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else table(report))
+
+
+def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:
+    """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
+    of its own where it needs no wider steps."""
+    from ..engines import open_engine
+    from ..runtime.pair import cores
+
+    if not pair.exact or pair.target.spec.narrowest > 1:
+        return nullcontext()
+    target = pair.bundle.model("target")
+    return closing(open_engine(target, provider=provider, threads=threads or cores(), variant=variant))
 
 
 def progress(line: str) -> None:

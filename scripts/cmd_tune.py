@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .cmd_bench import BUILT_IN, CHECKOUT, progress
+from .cmd_bench import BUILT_IN, CHECKOUT, bare_target, progress
 from .options import ENGINE, options, read_prompts
 
 if TYPE_CHECKING:
@@ -79,9 +79,11 @@ def command(
         candidates = {name: opened.enter_context(candidate(name, pair, where)) for name in drafts}
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        report, costs = tune(pair, ids, settings, batch_sizes, candidates, longest_context=context, progress=progress)
+        plain = opened.enter_context(bare_target(pair, provider, threads, variant))
+        options = {"plain": plain, "longest_context": context, "progress": progress}
+        report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         if save and {provider, draft_provider or "cpu"} == {"cpu"}:
-            device = tuned.this_device(**where, threads=cores() if threads is None else threads)
+            device = tuned.this_device(**where, threads=cores() if threads is None else threads, exact=exact)
             report["saved"] = str(tuned.write(pair.bundle, device, costs))
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else "\n".join(lines(report)))

@@ -24,7 +24,7 @@ from leadout.runtime.stats import Stats
 from leadout.runtime.tune import Sweep, acceptance, grouped, promise
 from leadout.scripts.cli import main
 
-WHERE: dict[str, Any] = {"provider": "cpu", "draft_provider": None, "threads": 1, "variant": "auto"}
+WHERE: dict[str, Any] = {"provider": "cpu", "draft_provider": None, "threads": 1, "variant": "auto", "exact": True}
 COSTS = [Cost("target", 1, 0, 2, 0.5), Cost("draft", 1, 0, 1, 0.25), Cost("host", 2, 0, 1, 0.125)]
 
 
