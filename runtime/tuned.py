@@ -6,6 +6,7 @@ steer speed and never text. It names the manifest it was measured with by SHA-25
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -103,7 +104,8 @@ def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
         aside.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise BundleError(
             f"cannot write '{path}': {error.strerror or error}; tune a copy of the bundle, or use --no-save"
         ) from None
