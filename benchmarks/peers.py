@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from tokenizers import Tokenizer
 
 from leadout.errors import UsageError
 from leadout.runtime.bench import processor
-from leadout.scripts.grow import write_grown
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "models"
@@ -81,6 +80,8 @@ class Comparison:
         if pair == "grown":
             grown = self.folder / "models" / f"grown-{digest(target)}"
             if not (grown / "README.md").is_file():  # written last
+                from leadout.scripts.grow import write_grown
+
                 write_grown(target, grown, **GROWN)
             target = grown
         return {"target": str(target.resolve()), "draft": str((MODELS / "draft").resolve())}
@@ -153,7 +154,8 @@ class Comparison:
                         self.drop(children, side, error)
                 click.echo(f"\r  {number + 1} of {len(prompts)} prompts", nl=False, err=True)
             click.echo(err=True)
-            return self.result(children, sides, pair, precision, temperature, prompts, versions)
+            found = self.result(children, sides, pair, precision, temperature, prompts)
+            return found | {"versions": versions, "remarks": remarks(peers, sides, precision, temperature)}
         finally:
             for child in children.values():
                 child.close()
@@ -166,7 +168,6 @@ class Comparison:
         precision: str,
         temperature: float,
         prompts: Sequence[dict[str, Any]],
-        versions: dict[str, Any],
     ) -> dict[str, Any]:
         if REFERENCE not in children:
             raise UsageError(f"without {' '.join(REFERENCE)} nothing can be compared: {self.failures}")
@@ -188,18 +189,16 @@ class Comparison:
             "max_new_tokens": self.max_new_tokens,
             "prompts": len(prompts),
             "processor": processor(),
-            "versions": versions,
             "sides": summary,
             "failures": self.failures,
-            "remarks": remarks({side[0] for side in kept}, precision, temperature),
             "answers": {" ".join(side): rows for side, rows in kept.items()},
         }
 
 
-def remarks(names: set[str], precision: str, temperature: float) -> dict[str, str]:
+def remarks(peers: Sequence[Peer], sides: Iterable[Side], precision: str, temperature: float) -> dict[str, str]:
     """What a reader must know of each program in this configuration."""
-    found = {}
-    for peer in (peer for peer in PEERS if peer.name in names):
+    found, loaded = {}, {name for name, _ in sides}
+    for peer in (peer for peer in peers if peer.name in loaded):
         said = [peer.eight_bit] if precision == "int8" else []
         said += [peer.sampled] if temperature > 0 and peer.sampled else []
         if said:
@@ -234,7 +233,9 @@ def read_prompts(path: Path, limit: int | None) -> list[dict[str, Any]]:
     return [rows[i] for i in range(min(limit or longest, longest)) for rows in kinds.values() if i < len(rows)]
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.command(
+    help=(__doc__ or "").replace("\n\n    py", "\n\n\b\n    py"), context_settings={"max_content_width": 120}
+)
 @click.option("--pairs", default="demo,grown", show_default=True, callback=several("pairs"))
 @click.option("--precisions", default="fp32,int8", show_default=True, callback=several("precisions"))
 @click.option("--temperatures", default="0,1", show_default=True, callback=temperatures)

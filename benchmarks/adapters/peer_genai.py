@@ -7,7 +7,6 @@ is what its configuration calls ``speculative``, over the same two folders.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +40,7 @@ def overlay(models: Path, mode: str, threads: int) -> dict[str, Any]:
     options = {"decoder": {"session_options": {"intra_op_num_threads": threads}}}
     if mode.startswith("draft"):
         draft = json.loads((models / "draft" / "genai_config.json").read_text(encoding="utf-8"))["model"]["decoder"]
-        draft["filename"] = os.path.join("..", "draft", draft["filename"])
+        draft["filename"] = f"../draft/{draft['filename']}"
         draft["session_options"]["intra_op_num_threads"] = 1
         options["draft"] = draft
     return {"model": options} | ({"speculative": SPECULATION[mode]} if SPECULATION[mode] else {})
