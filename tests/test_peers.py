@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from time import sleep
 from types import ModuleType
 from typing import Any
 
@@ -130,7 +131,8 @@ def test_a_child_is_stopped_between_requests_and_answers_in_order(bench: ModuleT
 
 def state(child: Any) -> str:
     """The kernel's letter for what the process does."""
-    for _ in range(200):  # a signal takes a moment
+    for _ in range(500):  # a signal takes a moment
+        sleep(0.01)
         letter = Path(f"/proc/{child.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         if letter == "T":
             break
