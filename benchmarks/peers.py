@@ -200,9 +200,9 @@ def remarks(peers: Sequence[Peer], sides: Iterable[Side], precision: str, temper
     found, loaded = {}, {name for name, _ in sides}
     for peer in (peer for peer in peers if peer.name in loaded):
         said = [peer.eight_bit] if precision == "int8" else []
-        said += [peer.sampled] if temperature > 0 and peer.sampled else []
-        if said:
-            found[peer.name] = "; ".join(said)
+        said += [peer.sampled] if temperature > 0 else []
+        if any(said):
+            found[peer.name] = "; ".join(filter(None, said))
     return found
 
 
