@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,9 +103,10 @@ class Comparison:
             (models / "done").touch()
         return job
 
-    def start(self, peers: Sequence[Peer], pair: str, precision: str, prompt: list[int]) -> dict[Side, Child]:
-        """Every mode that loads and answers ``prompt``; the others become failures."""
-        children: dict[Side, Child] = {}
+    def start(
+        self, children: dict[Side, Child], peers: Sequence[Peer], pair: str, precision: str, prompt: list[int]
+    ) -> None:
+        """Fill ``children`` with every mode that loads and answers ``prompt``; the others become failures."""
         for peer in peers:
             try:
                 job = self.prepare(peer, pair, precision)
@@ -120,7 +123,6 @@ class Comparison:
                     children[peer.name, mode].ask({**self.request(prompt, 0.0, 0), "warm_up": True})
                 except PeerError as error:
                     self.drop(children, (peer.name, mode), error)
-        return children
 
     def request(self, prompt: list[int], temperature: float, number: int) -> dict[str, Any]:
         settings = {"max_new_tokens": self.max_new_tokens, "temperature": temperature, "seed": self.seed + number}
@@ -140,10 +142,11 @@ class Comparison:
     ) -> dict[str, Any]:
         """Every prompt by every mode in turns, who begins moving on with each. Raises UsageError if Leadout fails."""
         self.failures = []
-        children = self.start(peers, pair, precision, prompts[0]["ids"][::-1])
-        versions = {f"{peer} {mode}": child.hello["versions"] for (peer, mode), child in children.items()}
-        sides: dict[Side, list[dict[str, Any]]] = {side: [] for side in children}
+        children: dict[Side, Child] = {}
         try:
+            self.start(children, peers, pair, precision, prompts[0]["ids"][::-1])
+            versions = {f"{peer} {mode}": child.hello["versions"] for (peer, mode), child in children.items()}
+            sides: dict[Side, list[dict[str, Any]]] = {side: [] for side in children}
             for number, prompt in enumerate(prompts):
                 turn = number % max(1, len(children))
                 for side in [*children][turn:] + [*children][:turn]:
@@ -258,6 +261,7 @@ def main(
     folder: Path,
     path: Path | None,
 ) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that stopped children are ended too
     chosen = [peer for peer in PEERS if peer.name in (REFERENCE[0], *peers)]
     prompts = read_prompts(HERE / "kinds.jsonl", limit_per_kind)
     comparison, results = Comparison(folder.resolve(), threads, max_new_tokens, seed), []

@@ -42,7 +42,7 @@ class Child:
             )
         try:
             self.hello = self._receive(LOAD_SECONDS)
-        except PeerError:
+        except BaseException:
             self.close()
             raise
         self._signal(signal.SIGSTOP)

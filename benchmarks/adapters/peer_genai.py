@@ -7,14 +7,13 @@ is what its configuration calls ``speculative``, over the same two folders.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from protocol import Answer, Job, Request, complete, run
+from protocol import Answer, Job, Request, call, complete, run
 
 SPECULATION: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,7 +31,7 @@ def prepare(job: Job) -> None:
 def build(checkpoint: str | Path, folder: Path, precision: str) -> None:
     """Run its model builder on a checkpoint directory."""
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(folder)]
-    subprocess.run([*command, "-p", precision, "-e", "cpu"], check=True)
+    call([*command, "-p", precision, "-e", "cpu"])
 
 
 def overlay(models: Path, mode: str, threads: int) -> dict[str, Any]:

@@ -6,14 +6,13 @@ processors is bf16); int8 is its 8-bit weights and otherwise its own defaults.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from protocol import Answer, Job, Request, complete, run
+from protocol import Answer, Job, Request, call, complete, run
 
 LENGTHS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,7 +27,7 @@ def prepare(job: Job) -> None:
     for role, precision in (("target", job["precision"]), ("draft", job["draft_precision"])):
         command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "-m", job[role]]
         command += ["--task", "text-generation-with-past", "--weight-format", precision]
-        subprocess.run([*command, str(Path(job["models"]) / role)], check=True)
+        call([*command, str(Path(job["models"]) / role)])
 
 
 def load(job: Job) -> Callable[[Request], Answer]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,12 @@ def run(
     say(out, {"versions": {name: importlib.metadata.version(name) for name in packages}})
     for line in sys.stdin:
         say(out, answer(json.loads(line)))
+
+
+def call(command: Sequence[str]) -> None:
+    """Run a tool; if it fails, end with its exit code, so that the last line of the log is its own."""
+    if code := subprocess.run(command, check=False).returncode:
+        raise SystemExit(code)
 
 
 def say(out: Any, message: dict[str, Any]) -> None:

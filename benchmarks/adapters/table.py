@@ -30,6 +30,7 @@ class Peer:
 
 
 GENAI = "onnxruntime-genai==0.18.0"
+OPTIMUM_INTEL = ("optimum==2.3.0", "huggingface-hub<1.22", "requests>=2.33", "setuptools")  # the rest of what it names
 REFERENCE = ("leadout", "auto")
 
 PEERS = (
@@ -45,7 +46,7 @@ PEERS = (
         "openvino",
         ("plain", "draft", "draft-dynamic", "lookup"),
         (
-            ("torch=={torch}", "openvino-genai==2026.4.1.0", "nncf==3.4.0", "transformers==5.5.4"),
+            ("torch=={torch}", "openvino-genai==2026.4.1.0", "nncf==3.4.0", "transformers==5.5.4", *OPTIMUM_INTEL),
             ("--no-deps", "optimum-intel==2.2.0"),  # it names torchvision, which would bring another torch
         ),
         eight_bit="optimum-cli's --weight-format int8, all else its default",
