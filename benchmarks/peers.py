@@ -1,6 +1,6 @@
 """Leadout beside other programs that decode speculatively: the same checkpoints, prompts, threads and precision.
 
-    python benchmarks/peers.py                                              # everything; well over half an hour
+    python benchmarks/peers.py                                              # everything: 40 minutes on two cores
     python benchmarks/peers.py --pairs demo --precisions int8 --temperatures 0 --limit-per-kind 3
     python benchmarks/peers.py --peers genai,openvino --json compared.json
 
@@ -35,7 +35,7 @@ from leadout.errors import UsageError
 from leadout.runtime.bench import processor
 
 HERE = Path(__file__).parent
-MODELS = HERE.parent / "models"
+MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"
 GROWN = {"layers": 20, "intermediate": 4096}
 PREPARE_SECONDS = 900
 CHOICES = {
@@ -94,7 +94,7 @@ class Comparison:
             raise PeerError(f"no int8: {peer.refused}")
         job: dict[str, Any] = {**self.checkpoints(pair), "precision": precision, "threads": self.threads}
         job |= {"draft_precision": peer.draft_precision, "python": str(python_of(peer, self.folder))}
-        name = f"{peer.name}-{precision}-{digest(Path(job['target']))}-{digest(Path(job['draft']))}"
+        name = "-".join([peer.name, precision, digest(Path(job["target"])), digest(Path(job["draft"])), recipe(peer)])
         models = self.folder / "models" / name
         job["models"] = str(models)
         if not (models / "done").is_file():
@@ -225,7 +225,15 @@ def digest(checkpoint: Path) -> str:
     return total.hexdigest()[:12]
 
 
-def read_prompts(path: Path, limit: int | None) -> list[dict[str, Any]]:
+def recipe(peer: Peer) -> str:
+    """Names how a program converts: its pinned versions and its adapter; for Leadout, which changes, its exporter."""
+    total = hashlib.sha256(repr((peer.pip, peer.draft_precision)).encode())
+    for path in [HERE / "adapters" / peer.adapter, *(() if peer.pip else sorted(EXPORTER.glob("*.py")))]:
+        total.update(path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def read_prompts(path: Path, limit: int) -> list[dict[str, Any]]:
     """Prompts as ids with their kind, ``limit`` of each, kinds taking turns."""
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -233,7 +241,7 @@ def read_prompts(path: Path, limit: int | None) -> list[dict[str, Any]]:
         row = json.loads(line)
         kinds.setdefault(row["kind"], []).append({"kind": row["kind"], "ids": tokenizer.encode(row["prompt"]).ids})
     longest = max(len(rows) for rows in kinds.values())
-    return [rows[i] for i in range(min(limit or longest, longest)) for rows in kinds.values() if i < len(rows)]
+    return [rows[i] for i in range(min(limit, longest)) for rows in kinds.values() if i < len(rows)]
 
 
 @click.command(
@@ -243,7 +251,7 @@ def read_prompts(path: Path, limit: int | None) -> list[dict[str, Any]]:
 @click.option("--precisions", default="fp32,int8", show_default=True, callback=several("precisions"))
 @click.option("--temperatures", default="0,1", show_default=True, callback=temperatures)
 @click.option("--peers", default=",".join(CHOICES["peers"]), show_default=True, callback=several("peers"))
-@click.option("--limit-per-kind", type=click.IntRange(1), metavar="N", help="Prompts of each kind. [default: all, 12]")
+@click.option("--limit-per-kind", type=click.IntRange(1), default=10, show_default=True, help="Prompts of each kind.")
 @click.option("--max-new-tokens", type=click.IntRange(2), default=64, show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
@@ -254,7 +262,7 @@ def main(
     precisions: list[str],
     temperatures: list[float],
     peers: list[str],
-    limit_per_kind: int | None,
+    limit_per_kind: int,
     max_new_tokens: int,
     threads: int,
     seed: int,

@@ -188,7 +188,7 @@ def test_without_leadout_nothing_is_compared(bench: ModuleType, fakes: Path, tmp
 
 
 def test_prompts_take_turns_by_kind_and_can_be_limited(bench: ModuleType, root: Path) -> None:
-    every = bench.read_prompts(root / "benchmarks" / "kinds.jsonl", None)
+    every = bench.read_prompts(root / "benchmarks" / "kinds.jsonl", 99)
     few = bench.read_prompts(root / "benchmarks" / "kinds.jsonl", 2)
     assert len(every) == 48 and few == every[:8] and len({row["kind"] for row in few[:4]}) == 4
 
