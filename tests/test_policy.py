@@ -212,3 +212,7 @@ def test_a_bill_is_what_was_counted_at_what_it_costs():
     table.record_draft(1, 4, 2.0)
     table.record_host(1, 0.25)
     assert table.price(table.counts) == pytest.approx({"target": 6.0, "draft": 2.0, "host": 0.25})
+
+
+def test_a_draft_longer_than_anything_is_expected_of_it_adds_nothing() -> None:
+    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0) == 2
