@@ -1,29 +1,34 @@
-"""Several answers to one prompt: what they know of each other, that they stay exact, and that the prompt is fed once."""
+"""Several answers to one prompt: what they know of each other, that they stay exact, that the prompt is fed once."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support_runtime import FixedCosts, ScriptedNoise, collect, distance, law, rounded, target_law, toy_pair
+from test_api import PROMPT, make
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
 from leadout.runtime import sampling, siblings
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
 from leadout.runtime.noise import Noise, Purpose
-from leadout.runtime.pair import load
+from leadout.runtime.pair import Request, load
 from leadout.runtime.prefill import prefill
 from leadout.runtime.settings import Settings
 from leadout.runtime.siblings import SiblingsDrafter, samples
 from leadout.runtime.steps import Stepper
+from leadout.scripts.cli import main
 
 REPEATS = [4, 5, 6, 4, 5, 6, 4, 5]
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=10), min_size=2, max_size=4)
@@ -292,3 +297,68 @@ def test_samples_that_have_no_seed_share_the_one_that_was_drawn():
     given = samples([[1], [2]], 4)
     assert len({each.seed for each in given[:4]}) == 1 and given[0].seed != given[4].seed
     assert siblings.Sample().seed != siblings.Sample().seed
+
+
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}
+
+
+def test_n_gives_a_list_of_answers_in_place_of_each(tokenizer_file):
+    with make(tokenizer_file, batch_size=3) as pair:
+        one = pair.generate(PROMPT, seed=5, **SAMPLING)
+        many = pair.generate(PROMPT, n=5, seed=5, **SAMPLING)
+        assert [each.sample for each in many] == [0, 1, 2, 3, 4] and one.sample == 0
+        assert many[0].token_ids == one.token_ids and len({tuple(each.token_ids) for each in many}) == 5
+        assert {each.seed for each in many} == {5} and {each.rule for each in many} == {"coupled"}
+        assert max(rows for rows, _ in pair.target.calls) == 3
+        for prompts in ([PROMPT, pair.codec.encode("x = 1")], [Request(PROMPT), Request("x = 1", temperature=1.0)]):
+            several = pair.generate(prompts, n=2, seed=5, **SAMPLING)
+            assert [[each.sample for each in group] for group in several] == [[0, 1], [0, 1]]
+            assert [each.token_ids for each in several[0]] == [each.token_ids for each in many[:2]]
+        drawn = pair.generate(Request(PROMPT, temperature=1.0), n=3, max_new_tokens=12)
+        assert len({each.seed for each in drawn}) == 1 and {each.rule for each in drawn} == {"block"}
+        assert [len(pair.generate(PROMPT, n=1, **options)) for options in (SAMPLING, {"max_new_tokens": 3})] == [1, 1]
+        assert pair.generate([], n=3) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0, **SAMPLING}, "n must be an integer of at least 1, not 0"),
+        ({"n": True, **SAMPLING}, "n must be an integer of at least 1, not True"),
+        ({"n": 1.5, **SAMPLING}, "n must be an integer of at least 1, not 1.5"),
+        ({"n": 8}, "n 8 at temperature 0 would be the same answer 8 times"),
+        ({"draft": "siblings", **SAMPLING}, "draft 'siblings' needs other answers to the same prompt"),
+        ({"draft": "siblings", "n": 1, **SAMPLING}, "draft 'siblings' needs other answers to the same prompt"),
+    ],
+)
+def test_calls_that_make_no_sense_are_refused_before_anything_runs(tokenizer_file, options, message):
+    with make(tokenizer_file) as pair:
+        with pytest.raises(UsageError, match=message):
+            pair.generate([PROMPT, "x"], **options)
+        assert pair.target.calls == []
+
+
+def test_n_belongs_to_a_call(tokenizer_file):
+    with make(tokenizer_file) as pair:
+        for call in (
+            lambda: pair.stream(PROMPT, n=2, **SAMPLING),
+            lambda: Request(PROMPT, n=2),
+        ):
+            with pytest.raises(UsageError, match="'n' is no setting of a request, nor of a stream"):
+                call()
+        with pytest.raises(UsageError, match="draft 'siblings' needs other answers"):
+            pair.stream(PROMPT, draft="siblings", **SAMPLING)
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_an_object_an_answer(tiny_bundle):
+    options = ["--draft", "siblings", "--temperature", "1", "--seed", "7", "--max-new-tokens", "9"]
+    words = ["generate", str(tiny_bundle), "-p", "x = 1", "-p", "def f(x):", "--n", "3", *options]
+    rows = [json.loads(line) for line in CliRunner().invoke(main, [*words, "--json"]).stdout.splitlines()]
+    assert [row["sample"] for row in rows] == [0, 1, 2] * 2
+    with load(tiny_bundle) as pair:
+        wanted = pair.generate(["x = 1", "def f(x):"], n=3, temperature=1.0, seed=7, max_new_tokens=9, draft="none")
+    assert [row["token_ids"] for row in rows] == [each.token_ids for group in wanted for each in group]
+    shown = CliRunner().invoke(main, [*words[:4], *words[6:]])
+    assert shown.stdout == "".join(each.text + "\n" for each in wanted[0]) and shown.stderr.count("\n") == 3
+    assert CliRunner().invoke(main, [*words[:4], "--n", "2"]).exit_code == 2
