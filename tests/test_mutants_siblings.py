@@ -7,7 +7,7 @@ import pytest
 import test_siblings
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, drafters, family, noise, prefill, siblings
+from leadout.runtime import cascade, decoder, drafters, family, noise, siblings
 
 
 def turns(count=40):
@@ -77,6 +77,7 @@ CHECKS = [
 
 F, S, D = family.Family, siblings.SiblingsDrafter, decoder.Decoder
 
+# A function that others import by its name is changed where they hold it.
 MUTANTS = [
     Mutant("a split part forgets the votes", F, "_split", "self.votes[found].copy()", "{}"),
     Mutant("a split part shares the votes", F, "_split", "self.votes[found].copy()", "self.votes[found]"),
@@ -106,15 +107,21 @@ MUTANTS = [
         "SiblingsDrafter(family)",
         "SiblingsDrafter(self.records.setdefault('x', family))",
     ),
-    Mutant("all prompts are one", siblings, "samples", "families[tuple(prompt)]", "max(families.values(), key=bool)"),
     Mutant(
-        "each answer has its own seed", siblings, "samples", "tuple(prompt)], seed)", "tuple(prompt)], seed + number)"
+        "all prompts are one", test_siblings, "samples", "families[tuple(prompt)]", "max(families.values(), key=bool)"
     ),
     Mutant(
-        "prompts are copied from the front", prefill, "prefill", "reversed(range(len(prompts)))", "range(len(prompts))"
+        "each answer has its own seed",
+        test_siblings,
+        "samples",
+        "tuple(prompt)], seed)",
+        "tuple(prompt)], seed + number)",
     ),
-    Mutant("the first prompt is everybody's", prefill, "prefill", "copy_row(sources[place]", "copy_row(0"),
-    Mutant("nothing is copied", prefill, "prefill", "sources[place] != place", "False"),
+    Mutant(
+        "prompts are copied from the front", decoder, "prefill", "reversed(range(len(prompts)))", "range(len(prompts))"
+    ),
+    Mutant("the first prompt is everybody's", decoder, "prefill", "copy_row(sources[place]", "copy_row(0"),
+    Mutant("nothing is copied", decoder, "prefill", "sources[place] != place", "False"),
     Mutant("the draft's prompt is fed again", drafters.ModelDrafter, "prefill", "len(prompt) for", "0 for"),
     Mutant(
         "the draft is thought to know more", drafters.ModelDrafter, "prefill", "len(prompt) for", "len(prompt) + 1 for"
