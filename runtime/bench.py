@@ -24,6 +24,7 @@ from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
 from .settings import MAX_DRAFT_LENGTH, MODEL_DRAFTS, Settings
+from .siblings import Sample, check_sample
 from .stats import Stats
 
 TIMED_STEPS = 9
@@ -105,9 +106,10 @@ class Bench:
     """One measurement of one pair: ``run`` gives the report that `leadout bench --json` prints."""
 
     def __init__(self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1) -> None:
-        """``settings`` as for ``Pair.generate``."""
+        """``settings`` as for ``Pair.generate``. UsageError for draft ``siblings``: each prompt is asked once."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
+        check_sample(self.settings, Sample(), 1)
         self.plain_settings = dataclasses.replace(self.settings, draft="none")
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)

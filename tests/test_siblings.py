@@ -20,6 +20,7 @@ from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
 from leadout.runtime import sampling, siblings
+from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
 from leadout.runtime.noise import Noise, Purpose
@@ -348,6 +349,8 @@ def test_n_belongs_to_a_call(tokenizer_file):
                 call()
         with pytest.raises(UsageError, match="draft 'siblings' needs other answers"):
             pair.stream(PROMPT, draft="siblings", **SAMPLING)
+        with pytest.raises(UsageError, match="draft 'siblings' needs other answers"):
+            Bench(pair, {"draft": "siblings"})
 
 
 @pytest.mark.slow
