@@ -170,6 +170,7 @@ class Bench:
             "predicted_speedup": self._predict(speculative, cost),
             "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
             "tokens_per_round": speculative.count("tokens") / rounds,
+            "distance": sum(row.shift for row in speculative.stats) / speculative.count("tokens"),
             "host_share": 1.0 - speculative.engines / (speculative.wall - speculative.prompt),
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds

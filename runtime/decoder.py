@@ -10,7 +10,7 @@ from time import perf_counter
 
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
-from . import verify
+from . import lossy, verify
 from .cascade import Cascade, Commons, Plan
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
@@ -18,7 +18,7 @@ from .noise import Noise, Purpose
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import MODEL_DRAFTS, Rule, Settings
+from .settings import LOSSY, MODEL_DRAFTS, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
 
@@ -231,6 +231,7 @@ class Decoder:
             accepted=min(verdict.accepted, kept),
             tokens=kept,
             by=draft.by if draft.tokens else "none",
+            shift=sum(verdict.distances[:kept]),
         )
         tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
         stats = row.stats if row.finish_reason else None
@@ -256,6 +257,8 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):
         return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
+    if sampler.rule in LOSSY:
+        return judge_lossy(row, draft, logits)
     coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
@@ -268,3 +271,24 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     if sampler.rule == "block" and draft.q is not None:
         return verify.block(x, draft.q, p, coins, pick)
     return verify.rejection(x, draft.q, p, coins, pick)
+
+
+def judge_lossy(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
+    """The same for the lossy rules."""
+    x, sampler, start, settings = draft.tokens, row.sampler, row.sequence.length, row.settings
+    leniency = lossy.LENIENCY if settings.leniency is None else settings.leniency
+    if settings.temperature == 0:
+
+        def weights(i: int) -> Probs:
+            return sampler.chain.weights(logits[i], x[:i])
+
+        return lossy.lenient_greedy(x, weights, lambda i: sampler.choose(logits[i], x[:i], start + i), leniency)
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
+    mass = lossy.lenient(leniency)
+    if sampler.rule == "typical":
+        epsilon = lossy.EPSILON if settings.typical_epsilon is None else settings.typical_epsilon
+        mass = lossy.typical(epsilon, lossy.DELTA if settings.typical_delta is None else settings.typical_delta)
+    return lossy.relaxed(
+        x, draft.q, lambda i: sampler.chain.distribution(logits[i], x[:i]), mass, coins, lambda law: draw(law, final)
+    )

@@ -15,7 +15,7 @@ from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
 from .decoder import Decoder, Event
-from .settings import DRAFTS, Settings
+from .settings import DRAFTS, LOSSY, Settings
 from .stats import Stats
 from .text import Codec, TextStream
 
@@ -54,14 +54,16 @@ class Result:
     ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
-    (greedy, coupled) or drawn from the same law (rejection, block). ``seed`` is what was drawn with, None if nothing
-    was; ``draft`` says who proposed.
+    (greedy, coupled) or drawn from the same law (rejection, block). ``distance``: how far, on average, the law of a
+    token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
+    if nothing was; ``draft`` says who proposed.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     lossless: bool
+    distance: float
     rule: str
     seed: int | None
     draft: str
@@ -204,9 +206,10 @@ class Pair:
             text=answer.text.text[: answer.text.visible],
             token_ids=answer.token_ids,
             finish_reason=event.finish_reason,
-            lossless=self.exact or answer.settings.draft == "none",
+            lossless=answer.settings.draft == "none" or (self.exact and event.rule not in LOSSY),
+            distance=event.stats.distance,
             rule=event.rule,
-            seed=None if event.rule == "greedy" else event.seed,
+            seed=None if answer.settings.temperature == 0 else event.seed,
             draft=answer.settings.draft,
             stats=event.stats,
         )

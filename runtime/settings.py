@@ -10,11 +10,12 @@ from typing import Literal
 from ..errors import UsageError
 
 DraftKind = Literal["auto", "model", "suffix", "recycling", "ngram", "none"]
-Rule = Literal["greedy", "coupled", "rejection", "block"]
+Rule = Literal["greedy", "coupled", "rejection", "block", "typical", "lenient"]
 
 DRAFTS = ("auto", "model", "suffix", "recycling", "ngram", "none")
 MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
-RULES = ("auto", "greedy", "coupled", "rejection", "block")
+RULES = ("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")
+LOSSY = ("typical", "lenient")
 MAX_DRAFT_LENGTH = 16
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -39,6 +40,8 @@ class Settings:
     suffix and recycling, each round. ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule``
     ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft is deterministic, else block.
     With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length of ``model`` or ``ngram``.
+    ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and ``lenient`` (with ``leniency``) are lossy, see
+    ``lossy.py``; all three are in (0, 1], None takes the default there, and belong to their rule alone.
     """
 
     max_new_tokens: int = 128
@@ -57,7 +60,10 @@ class Settings:
     seed: int | None = None
     draft: DraftKind = "model"
     draft_length: int | Literal["auto"] = "auto"
-    rule: Literal["auto", "greedy", "coupled", "rejection", "block"] = "auto"
+    rule: Literal["auto", "greedy", "coupled", "rejection", "block", "typical", "lenient"] = "auto"
+    typical_epsilon: float | None = None
+    typical_delta: float | None = None
+    leniency: float | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -72,17 +78,29 @@ class Settings:
             _check_number("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, integer=True, also="'auto'")
         self._check_names()
         self._check_tokens()
+        for name in ("typical_epsilon", "typical_delta", "leniency"):
+            self._check_lossy(name)
         if self.rule == "greedy" and self.temperature > 0:
             raise UsageError(f"rule 'greedy' needs temperature 0, not {self.temperature:g}")
 
     @property
     def acceptance_rule(self) -> Rule:
-        """The rule in force, never ``auto``. At temperature 0 every rule is greedy."""
+        """The rule in force, never ``auto``. At temperature 0 every rule but ``lenient`` is greedy (``typical``, too:
+        a law of one token has no other typical one)."""
         if self.temperature == 0:
-            return "greedy"
+            return "lenient" if self.rule == "lenient" else "greedy"
         if self.rule != "auto":
             return self.rule
         return "coupled" if self.seed is not None or self.draft not in MODEL_DRAFTS else "block"
+
+    def _check_lossy(self, name: str) -> None:
+        if (value := getattr(self, name)) is None:
+            return
+        if self.rule != (rule := "lenient" if name == "leniency" else "typical"):
+            raise UsageError(f"{name} belongs to rule '{rule}', not to '{self.rule}'")
+        _check_number(name, value, 0, 1)
+        if value == 0:
+            raise UsageError(f"{name} must be above 0, not 0")
 
     def _check_names(self) -> None:
         if self.draft not in DRAFTS:

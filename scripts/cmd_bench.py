@@ -79,6 +79,7 @@ def table(report: dict[str, Any]) -> str:
         ("speedup", f"{report['speedup']:.2f} (the costs alone predict {report['predicted_speedup']:.2f})"),
         ("with the prompt", f"{report['speedup_with_prompt']:.2f}"),
         ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
+        ("distance", f"{report['distance']:.4f} from the target's law a token"),
         ("host share", f"{report['host_share']:.1%}"),
         ("same tokens", {True: "yes", False: "NO", None: "not promised by this rule"}[report["identical_outputs"]]),
         ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),

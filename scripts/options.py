@@ -67,10 +67,13 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--rule",
         {
-            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block")),
-            "help": "Who is accepted. [default: auto]",
+            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")),
+            "help": "Who is accepted; typical and lenient are lossy. [default: auto]",
         },
     ),
+    ("--typical-epsilon", {"type": float, "metavar": "E", "help": "For rule typical, 0 to 1. [default: 0.09]"}),
+    ("--typical-delta", {"type": float, "metavar": "D", "help": "For rule typical, 0 to 1. [default: 0.3]"}),
+    ("--leniency", {"type": float, "metavar": "L", "help": "For rule lenient, 0 to 1; 1 is exact. [default: 0.5]"}),
 )
 
 DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
