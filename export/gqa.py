@@ -14,7 +14,7 @@ _ROTARY_MULTIPLE = 8  # GroupQueryAttention takes tables of such widths only
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One attention layer in canonical form. ``window`` is how many positions a query sees, None for all before it."""
 
     attention: ir.Node
@@ -30,13 +30,13 @@ def to_gqa(model: ir.Model) -> int:
     attention of equal key and value widths stays as it is and stays right. Returns how many layers became one node:
     at 0 (falcon, bloom: no Attention node at all) the variant is worth nothing and should not be shipped.
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     if layers:
-        total, last = _lengths(model)
+        total, last = lengths(model)
     done = 0
     for index, layer in enumerate(layers):
         if dims(layer.attention.inputs[0])[-1] == dims(layer.value.inputs[0])[-1]:
-            _fuse_attention(model, layer, index, total, last)
+            fuse_attention(model, layer, index, total, last)
             done += 1
     fuse_skip_norm(model)
     sweep(model)
@@ -48,7 +48,7 @@ def to_nonpad(model: ir.Model) -> int:
 
     Layers with a sliding window keep their mask. Returns how many layers changed; at 0 do not ship the variant.
     """
-    layers = [layer for layer in _layers(model) if layer.window is None]
+    layers = [layer for layer in layers_of(model) if layer.window is None]
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph))
     if layers:
@@ -90,7 +90,7 @@ def fuse_skip_norm(model: ir.Model) -> int:
     return done
 
 
-def _layers(model: ir.Model) -> list[_Layer]:
+def layers_of(model: ir.Model) -> list[Layer]:
     found = []
     windows: dict[int, tuple[bool, int | None]] = {}
     for n in model.graph:
@@ -103,7 +103,7 @@ def _layers(model: ir.Model) -> list[_Layer]:
             windows[id(mask)] = _window(model, mask)
         known, window = windows[id(mask)]
         if known:
-            found.append(_Layer(n, key, value, window))
+            found.append(Layer(n, key, value, window))
     return found
 
 
@@ -133,7 +133,7 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     return True, None if width == _PROBED_SLOTS else width
 
 
-def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
+def lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
     """GroupQueryAttention's two lengths: slots used after this step (a scalar), and that less one (per row)."""
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph))
@@ -144,7 +144,10 @@ def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
     return node(model, first, "ReduceMax", [total], keepdims=0), last
 
 
-def _fuse_attention(model: ir.Model, layer: _Layer, index: int, total: ir.Value, last: ir.Value) -> None:
+def fuse_attention(
+    model: ir.Model, layer: Layer, index: int, total: ir.Value, last: ir.Value, bias: ir.Value | None = None
+) -> None:
+    """Make ``layer`` one GroupQueryAttention; ``bias`` [B, 1, S, slots in use] is added before the softmax."""
     old, past_key, past_value = layer.attention, layer.key.inputs[0], layer.value.inputs[0]
     heads, head_dim = dims(old.inputs[0])[1], dims(old.inputs[0])[-1]
     attributes = {"num_heads": heads, "kv_num_heads": dims(past_key)[1]}
@@ -158,6 +161,8 @@ def _fuse_attention(model: ir.Model, layer: _Layer, index: int, total: ir.Value,
     flat = _packed([_flat(model, old, v) for v in (query, key, layer.value.inputs[1])])
     angles = list(rotary.inputs[1:4]) if rotary is not None else []
     inputs = [*flat, past_key, past_value, last, total, *angles]
+    if bias is not None:
+        inputs += [None] * (10 - len(inputs)) + [bias]
     output, present_key, present_value = node(
         model, old, "GroupQueryAttention", inputs, outputs=3, domain=CONTRIB, **attributes
     )

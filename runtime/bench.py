@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, ModelSpec, Tokens
+from ..engines.base import Sight, TreeEngine
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
@@ -56,6 +57,17 @@ class Timed:
         if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
             self.seconds += took
         return logits
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        assert isinstance(self.engine, TreeEngine)
+        start = perf_counter()
+        logits = self.engine.forward_tree(tokens, past_lens, sees)
+        self.seconds += perf_counter() - start
+        return logits
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        assert isinstance(self.engine, TreeEngine)
+        self.engine.compact(row, past_len, kept)
 
     def reserve(self, capacity: int) -> None:
         self.engine.reserve(capacity)
@@ -167,7 +179,7 @@ class Bench:
             "speedup_median": median(a / b for a, b in zip(plain.walls, speculative.walls, strict=True)),
             "speedup_with_prompt": (speculative.count("tokens") / speculative.wall)
             / (plain.count("tokens") / plain.wall),
-            "predicted_speedup": self._predict(speculative, cost),
+            "predicted_speedup": None if self.settings.branches else self._predict(speculative, cost),
             "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
             "tokens_per_round": speculative.count("tokens") / rounds,
             "distance": sum(row.shift for row in speculative.stats) / speculative.count("tokens"),

@@ -6,11 +6,15 @@ import secrets
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from time import perf_counter
+
+import numpy as np
 
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
-from . import lossy, verify
+from . import lossy, trees, verify
 from .cascade import Cascade, Commons, Plan
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
@@ -21,6 +25,10 @@ from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import LOSSY, MODEL_DRAFTS, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
+from .tree_drafter import TreeDrafter
+from .trees import ancestry
+
+NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,14 @@ class Decoder:
     """
 
     def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
+        self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=2 if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
             self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self.costs, self._commons = Costs(), Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
+        self._trees = None if draft is None else TreeDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
 
@@ -73,6 +83,8 @@ class Decoder:
             self._admit(index, prompt, settings, eos_token_ids, stop_matcher_factory)
             for index, (prompt, settings) in enumerate(requests)
         ]
+        if len({row.settings.branches for row in rows}) > 1:
+            raise UsageError("branches must be the same for all requests of a batch: their steps are one")
         return self._run(rows)
 
     def forget(self) -> None:
@@ -128,10 +140,22 @@ class Decoder:
             raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
         if settings.draft == "model" and self._model is None:
             raise UsageError("draft 'model' needs a draft model, and there is none (use: draft auto or none)")
+        if settings.branches:
+            self._check_trees(settings)
+
+    def _check_trees(self, settings: Settings) -> None:
+        spec, nodes = self._target.engine.spec, sum(accumulate(settings.branches, mul))
+        for name, engine in self._engines.items():
+            if not engine.spec.trees:
+                raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
+        if nodes >= spec.max_verify:
+            raise UsageError(f"branches: {nodes} nodes; this target verifies 1 to {spec.max_verify - 1}")
 
     def _policy(self, settings: Settings) -> Policy:
         if settings.draft not in MODEL_DRAFTS or self._model is None:
             return FixedLength(0)
+        if settings.branches:
+            return FixedLength(len(settings.branches))
         if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
         return AutoLength(self._pace)
@@ -155,6 +179,8 @@ class Decoder:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
             self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
+            if rows[0].settings.branches:
+                self._drafting = self._trees
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
                 self._drafting.prefill(rows)
@@ -170,7 +196,8 @@ class Decoder:
         if self._drafting is not None and any(lengths):
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths)
-            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            if self._drafting is self._model:
+                self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -201,8 +228,14 @@ class Decoder:
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
+        past = [row.sequence.cached for row in rows]
         width = max(self._target.narrowest, *map(len, pieces))
+        if any(draft.parents for draft in drafts):
+            sees = np.stack([ancestry(draft.parents or [], width) for draft in drafts])
+            logits = self._target.tree_logits(pieces, past, sees)
+            clock.lap("target")
+            return logits
+        logits = self._target.all_logits(pieces, past)
         self.costs.record_target(len(rows), width, clock.lap("target"))
         return logits
 
@@ -216,17 +249,19 @@ class Decoder:
         return verdicts
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
-        new = [*draft.tokens[: verdict.accepted], verdict.token]
+        new = [*draft.kept(verdict), verdict.token]
+        self._target.compact(place, row.sequence.cached + 1, verdict.path)
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
             row.policy.observe(verdict.tested, verdict.accepted)
             if draft.tokens and self._drafting is not None:
-                self._drafting.observe(place, verdict.accepted)
+                self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.finish_reason is not None and row.cascade is not None:
             row.cascade.finish(row.sequence.tokens)
         row.stats.record(
-            drafted=len(draft.tokens),
+            drafted=draft.drafted,
+            depth=draft.depth,
             tested=verdict.tested,
             accepted=min(verdict.accepted, kept),
             tokens=kept,
@@ -254,6 +289,8 @@ class Decoder:
 
 def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
+    if draft.parents is not None:
+        return judge_tree(row, draft, draft.parents, logits)
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):
         return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
@@ -271,6 +308,31 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     if sampler.rule == "block" and draft.q is not None:
         return verify.block(x, draft.q, p, coins, pick)
     return verify.rejection(x, draft.q, p, coins, pick)
+
+
+def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> verify.Verdict:
+    """The same for a tree; ``logits`` [> nodes, V]: row n + 1 is the target's after node n."""
+    x, sampler, start, q = draft.tokens, row.sampler, row.sequence.length, draft.q
+
+    def before(node: int) -> list[int]:
+        return [x[n] for n in trees.path(parents, node)]
+
+    def choose(node: int) -> int:
+        drafted = before(node)
+        return sampler.choose(logits[node + 1], drafted, start + len(drafted))
+
+    if q is None:
+        return trees.descend(parents, x, choose)
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
+    return trees.recursive_rejection(
+        parents,
+        x,
+        lambda node: q[node + 1],
+        lambda node: sampler.chain.distribution(logits[node + 1], before(node)),
+        coins,
+        lambda law: draw(law, final),
+    )
 
 
 def judge_lossy(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:

@@ -131,6 +131,11 @@ class Sampler:
     def __init__(self, rule: Rule, chain: Chain, noise: Noise) -> None:
         self.rule, self.chain, self.noise = rule, chain, noise
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a draft model's tokens follow from seed and text, so that there is no q to test them against."""
+        return self.rule == "coupled" or self.chain.settings.temperature == 0
+
     def choose(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
         """What stands at ``position`` without any draft, under ``coupled`` and at temperature 0.
 
@@ -148,7 +153,7 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
-        if self.rule == "coupled" or self.chain.settings.temperature == 0:
+        if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         count = len(drafted) + 1

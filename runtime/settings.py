@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 from ..errors import UsageError
@@ -17,6 +19,8 @@ MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
 RULES = ("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")
 LOSSY = ("typical", "lenient")
 MAX_DRAFT_LENGTH = 16
+MAX_NODES = 64
+TREE_RULES = ("auto", "greedy", "coupled", "rejection")
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, math.inf),
@@ -40,6 +44,8 @@ class Settings:
     suffix and recycling, each round. ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule``
     ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft is deterministic, else block.
     With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length of ``model`` or ``ngram``.
+    ``branches`` makes the draft model's draft a tree: so many children a node at each depth (up to 16 deep, 64 nodes),
+    verified by greedy, coupled or rejection.
     ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and ``lenient`` (with ``leniency``) are lossy, see
     ``lossy.py``; all three are in (0, 1], None takes the default there, and belong to their rule alone.
     """
@@ -60,6 +66,7 @@ class Settings:
     seed: int | None = None
     draft: DraftKind = "model"
     draft_length: int | Literal["auto"] = "auto"
+    branches: tuple[int, ...] = ()
     rule: Literal["auto", "greedy", "coupled", "rejection", "block", "typical", "lenient"] = "auto"
     typical_epsilon: float | None = None
     typical_delta: float | None = None
@@ -78,6 +85,8 @@ class Settings:
             _check_number("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, integer=True, also="'auto'")
         self._check_names()
         self._check_tokens()
+        if self.branches:
+            self._check_branches()
         for name in ("typical_epsilon", "typical_delta", "leniency"):
             self._check_lossy(name)
         if self.rule == "greedy" and self.temperature > 0:
@@ -91,7 +100,9 @@ class Settings:
             return "lenient" if self.rule == "lenient" else "greedy"
         if self.rule != "auto":
             return self.rule
-        return "coupled" if self.seed is not None or self.draft not in MODEL_DRAFTS else "block"
+        if self.seed is not None or self.draft not in MODEL_DRAFTS:
+            return "coupled"
+        return "rejection" if self.branches else "block"
 
     def _check_lossy(self, name: str) -> None:
         if (value := getattr(self, name)) is None:
@@ -101,6 +112,22 @@ class Settings:
         _check_number(name, value, 0, 1)
         if value == 0:
             raise UsageError(f"{name} must be above 0, not 0")
+
+    def _check_branches(self) -> None:
+        if not isinstance(self.branches, tuple) or len(self.branches) > MAX_DRAFT_LENGTH:
+            raise UsageError(f"branches must be a tuple of at most {MAX_DRAFT_LENGTH} integers, not {self.branches!r}")
+        for width in self.branches:
+            _check_number("each of branches", width, 1, MAX_NODES, integer=True)
+        if (nodes := sum(accumulate(self.branches, mul))) > MAX_NODES:
+            raise UsageError(
+                f"branches {','.join(map(str, self.branches))}: {nodes} nodes, a tree has 1 to {MAX_NODES}"
+            )
+        if self.draft != "model":
+            raise UsageError(f"draft '{self.draft}' proposes no trees (with branches: draft model)")
+        if self.draft_length != "auto":
+            raise UsageError("draft_length and branches exclude each other: a tree is as deep as branches is long")
+        if self.rule not in TREE_RULES:
+            raise UsageError(f"rule '{self.rule}' verifies no trees (with branches: {', '.join(TREE_RULES)})")
 
     def _check_names(self) -> None:
         if self.draft not in DRAFTS:

@@ -35,9 +35,18 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def record(
-        self, *, drafted: int, tested: int, accepted: int, tokens: int, by: str = "model", shift: float = 0.0
+        self,
+        *,
+        drafted: int,
+        tested: int,
+        accepted: int,
+        tokens: int,
+        by: str = "model",
+        shift: float = 0.0,
+        depth: int | None = None,
     ) -> None:
-        """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut."""
+        """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut; ``depth``, where the
+        draft was a tree, how many of the ``drafted`` could be accepted: then ``tested`` counts depths, too."""
         self.tokens += tokens
         self.shift += shift
         share = self.by_drafter.setdefault(by, dict.fromkeys(_SHARED, 0))
@@ -50,7 +59,7 @@ class Stats:
         self.tested += tested
         self.accepted += accepted
         for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
-            counts.extend([0] * (drafted - len(counts)))
+            counts.extend([0] * ((drafted if depth is None else depth) - len(counts)))
             for position in range(reached):
                 counts[position] += 1
 

@@ -17,21 +17,14 @@ from .sampling import Probs
 from .verify import Draw, Uniforms, Verdict, residual, without
 
 ROOT, ABSENT = -1, -2
-MAX_NODES = 64
 
 Mask = NDArray[np.bool_]
-
-
-def levels(branches: Sequence[int]) -> list[int]:
-    """How many nodes each depth of a tree has whose nodes have ``branches[depth]`` children each."""
-    return np.cumprod(branches, dtype=np.int64).tolist() if branches else []
 
 
 def ancestry(parents: Sequence[int], size: int) -> Mask:
     """bool [size, size]: row i sees column j, for the step [last committed token, nodes..., padding]. Padding and
     absent nodes see themselves alone."""
     sees = np.eye(size, dtype=np.bool_)
-    sees[0, 0] = True
     for n, parent in enumerate(parents):
         if parent != ABSENT:
             sees[n + 1] |= sees[parent + 1]

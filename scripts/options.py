@@ -23,6 +23,14 @@ def draft_length(value: str) -> int | str:
         raise click.BadParameter(f"'{value}' is neither a number nor 'auto'") from None
 
 
+def branches(value: str) -> tuple[int, ...]:
+    """``3,2,1``: children a node, by depth."""
+    try:
+        return tuple(int(width) for width in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is not a list of numbers like 3,2,1") from None
+
+
 def bias(value: str) -> tuple[int, float]:
     """``ID=VALUE``: what to add to one token's logit."""
     token_id, _, amount = value.partition("=")
@@ -63,6 +71,14 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--draft-length",
         {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},
+    ),
+    (
+        "--branches",
+        {
+            "type": branches,
+            "metavar": "N,N,...",
+            "help": "Draft a tree: children a node, by depth. With --draft model.",
+        },
     ),
     (
         "--rule",

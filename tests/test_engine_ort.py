@@ -221,7 +221,9 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
 
 
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
-    with pytest.raises(BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, nonpad\\)"):
+    with pytest.raises(
+        BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, nonpad, tree, tree_gqa\\)"
+    ):
         SlotEngine(models["fp32"], variant="flat")
     pinned = SlotEngine(models["fp32"], variant="gqa")
     with pytest.raises(EngineError, match="variant 'gqa' takes one row, not 2"):
@@ -230,7 +232,7 @@ def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
 
 def test_a_bundle_without_variants_runs_canonically(models: dict[str, Model], tmp_path: Path) -> None:
     model = write(Shape(), tmp_path)
-    for name in ("gqa", "nonpad"):
+    for name in ("gqa", "nonpad", "tree", "tree_gqa"):
         del model.entry.variants[name]  # type: ignore[attr-defined]
     engine = SlotEngine(model)
     assert engine.variant == "canonical"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,10 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support_runtime import Branches, Coin, distance, law, target_law
+from support_runtime import Branches, Coin, collect, decode_law, distance, law, rounded, target_law, toy_pair
 from test_laws import rows_by_context
 
+from leadout.engines.toy import mixed_law, table_law
+from leadout.errors import UsageError
 from leadout.runtime import trees, verify
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12
 SHAPES = [(2,), (3,), (1, 1), (2, 1), (2, 2), (3, 2), (1, 2, 1)]
@@ -143,8 +148,6 @@ def test_descending_follows_the_target_s_own_choice():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_node_sees_its_branch_and_nothing_else(shape):
     parents = full(shape)
-    assert trees.levels(shape) == [int(np.prod(shape[: i + 1])) for i in range(len(shape))]
-    assert len(parents) == sum(trees.levels(shape))
     sees = trees.ancestry([*parents, trees.ABSENT], len(parents) + 3)
     for node in range(len(parents)):
         assert np.flatnonzero(sees[node + 1]).tolist() == [0, *(n + 1 for n in trees.path(parents, node))]
@@ -158,3 +161,125 @@ def test_best_children_are_the_highest_in_order():
     assert trees.best_children(scores, 3) == [1, 3, 4]
     assert trees.best_children(scores, 9) == [1, 3, 4, 0]
     assert trees.best_children(np.full(3, -np.inf), 2) == []
+
+
+LAWS = table_law(3, seed=4), mixed_law(table_law(3, seed=4), table_law(3, seed=5), 0.8)
+PROMPT = [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"branches": (2, 1)}, {"branches": (2,)}, {"branches": (3, 1), "top_k": 2}], ids=lambda o: str(o)
+)
+def test_whole_runs_have_the_target_s_law(options, monkeypatch):
+    """Decoder, tree drafter, both caches and their compaction over several rounds: three tokens, every branch."""
+    found = decode_law(LAWS, 3, 3, monkeypatch, PROMPT, temperature=0.5, rule="rejection", **options)
+    truth = rounded(LAWS[0], PROMPT, power=2.0)
+
+    def row(tokens):
+        law_ = truth(tokens)
+        if "top_k" in options:
+            law_ = np.where(law_ < np.sort(law_)[-2], 0.0, law_)
+        return law_ / law_.sum()
+
+    assert distance(found, target_law(row, 3, 3)) < TIGHT
+
+
+REQUESTS = [
+    ([1, 2, 3], {"max_new_tokens": 25}),
+    ([4] * 30, {"max_new_tokens": 33}),
+    ([5, 6], {"max_new_tokens": 11, "repetition_penalty": 1.5, "frequency_penalty": 0.4}),
+    ([3, 1, 3], {"max_new_tokens": 30, "min_new_tokens": 14}),
+    ([7, 8, 9, 1], {"max_new_tokens": 30, "temperature": 1.0, "seed": 3, "min_new_tokens": 9, "top_k": 3}),
+    ([2], {"max_new_tokens": 2}),
+]
+
+
+def texts(requests, eos=(0, 3, 7, 9), **change):
+    target, draft = toy_pair(11)
+    decoder = Decoder(target, draft)
+    batch = [(prompt, Settings(**(options | change))) for prompt, options in requests]
+    found, last = collect(decoder.decode(batch, eos_token_ids=eos), len(batch))
+    return found, [last[i] for i in range(len(batch))]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_change_nothing(shape):
+    """Greedy and coupled: the tokens of plain decoding, alone and in a ragged batch that shrinks."""
+    plain = [texts([request], draft="none")[0][0] for request in REQUESTS]
+    assert [texts([request], branches=shape)[0][0] for request in REQUESTS] == plain
+    together, last = texts(REQUESTS, branches=shape)
+    assert together == plain
+    assert all(event.stats.drafted > event.stats.tested or shape == (1, 1) for event in last[:5])
+
+
+def test_a_twin_s_tree_is_always_accepted():
+    """Draft and target of one law: every level accepted, so both caches are right after every compaction."""
+    target, _ = toy_pair(11)
+    twin, _ = toy_pair(11)
+    for options in ({}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "rule": "rejection"}):
+        settings = Settings(max_new_tokens=40, branches=(2, 2, 1), **options)
+        _, last = collect(Decoder(target, twin).decode([([1, 2], settings)]), 1)
+        stats = last[0].stats
+        assert stats.acceptance_rate == 1.0 and stats.rounds == 10
+        assert len(stats.tested_per_position) == 3 and stats.drafted == 10 * (2 + 4 + 4)
+
+
+def test_more_branches_bring_more_tokens_a_round():
+    chain, wide = (
+        sum(event.stats.rounds for event in texts(REQUESTS, eos=(), branches=shape)[1]) for shape in ((1, 1), (3, 2))
+    )
+    assert wide < 0.95 * chain
+
+
+def test_the_draft_takes_a_step_a_level():
+    target, draft = toy_pair(11)
+    collect(Decoder(target, draft).decode([([1, 2, 3], Settings(max_new_tokens=4, branches=(3, 2, 1)))]), 1)
+    assert draft.calls[1:4] == [(1, 1), (1, 3), (1, 6)] and target.calls[1] == (1, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"branches": (0, 2)}, "each of branches must be an integer from 1 to 64"),
+        ({"branches": (4, 4, 3)}, "branches 4,4,3: 68 nodes, a tree has 1 to 64"),
+        ({"branches": (1,) * 17}, "branches must be a tuple of at most 16"),
+        ({"branches": "3,2"}, "branches must be a tuple"),
+        ({"branches": (2, 2), "draft": "ngram"}, r"draft 'ngram' proposes no trees \(with branches: draft model\)"),
+        ({"branches": (2, 2), "draft": "auto"}, "draft 'auto' proposes no trees"),
+        ({"branches": (2, 2), "draft_length": 3}, "draft_length and branches exclude each other"),
+        (
+            {"branches": (2,), "rule": "block"},
+            r"rule 'block' verifies no trees \(with branches: auto, greedy, coupled, r",
+        ),
+        ({"branches": (2,), "rule": "lenient"}, "rule 'lenient' verifies no trees"),
+    ],
+)
+def test_what_cannot_branch_is_refused_by_name(options, message):
+    with pytest.raises(UsageError, match=message):
+        Settings(**options)
+
+
+def test_engines_and_batches_that_cannot_branch_are_refused():
+    target, draft = toy_pair(11)
+    wanted = ([1, 2], Settings(branches=(2, 2)))
+    with pytest.raises(UsageError, match="branches must be the same for all requests of a batch"):
+        Decoder(target, draft).decode([wanted, ([1], Settings())])
+    with pytest.raises(UsageError, match="draft 'model' needs a draft model"):
+        Decoder(target, None).decode([wanted])
+    for engine, name in ((draft, "draft"), (target, "target")):
+        engine.spec = dataclasses.replace(engine.spec, trees=False)
+        with pytest.raises(UsageError, match=f"branches: the {name} has no graph for trees: .*export it again"):
+            Decoder(target, draft).decode([wanted])
+    target.spec = dataclasses.replace(target.spec, trees=True, max_verify=6)
+    draft.spec = dataclasses.replace(draft.spec, trees=True)
+    with pytest.raises(UsageError, match="branches: 6 nodes; this target verifies 1 to 5"):
+        Decoder(target, draft).decode([wanted])
+
+
+def test_auto_means_a_rule_that_verifies_trees():
+    for options, rule in (
+        ({}, "greedy"),
+        ({"temperature": 1.0}, "rejection"),
+        ({"temperature": 1.0, "seed": 1}, "coupled"),
+    ):
+        assert Settings(branches=(2, 1), **options).acceptance_rule == rule
