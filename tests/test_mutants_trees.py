@@ -61,8 +61,8 @@ TREE_CHECKS = [rows_hold, identity_holds, twins_hold, laws_hold, narrow_laws_hol
 
 def distances_hold(monkeypatch):
     for name in MASSES:
-        distance_is_exact(None, name, True)
-        distance_is_exact((1, 0), name, False)
+        distance_is_exact(name, True, None)
+        distance_is_exact(name, False, (1, 0))
 
 
 def the_bound_holds(monkeypatch):
