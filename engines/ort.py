@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import LogitArray, Logits, ModelSpec, Sight, Tokens, takes_batches
+from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Sight, Tokens
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
@@ -24,8 +24,8 @@ _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 def bucket(slots: int, variant: str) -> int:
     """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
-    (all variants except those for one row, which follow the used length) they are small while the cache is."""
-    step = _FINE_BUCKET if takes_batches(variant) and slots <= _COARSE_FROM else _COARSE_BUCKET
+    (all variants that take many rows) they are small while the cache is."""
+    step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
     return max(step, -(-slots // step) * step)
 
 
@@ -48,20 +48,32 @@ class _Step:
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
-    ``variant`` "auto" takes ``gqa`` for one row on a CPU and ``nonpad`` otherwise (``canonical`` where the bundle
-    lacks it); any other name pins that graph. Two variants differ in the last bits of their logits, one variant
-    never differs from itself (widths of 2 and more, any batch, any capacity).
-    Steps that branch take ``tree_gqa`` where others take ``gqa``, else ``tree``. A token of a tree rounds as in a chain
-    of the same graph only if its slot is the same: sums over other slots have another order.
+    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (``gqa_even`` if ``exact``), for
+    many ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
+    differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
+    from ``spec.narrowest``).
+    Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
+    as in a chain only if its slot is the same: sums over other slots have another order.
     """
 
-    def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
+    def __init__(
+        self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
+    ) -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
+        self._exact = exact
         if variant != "auto":
             model.path(variant)
         entry = model.entry
-        branching = not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
-        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision, trees=branching)
+        even = provider == "cpu" and {self._choose(1), self._pinned if variant in ONE_ROW else self._choose(2)} <= {
+            *EVEN
+        }
+        self._spec = ModelSpec(
+            entry.vocab_size,
+            entry.max_context,
+            precision=entry.precision,
+            narrowest=1 if even else 2,
+            trees=not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
+        )
         self._sessions: dict[str, Any] = {}
         self._steps: dict[tuple[int, int, int | None, int], _Step] = {}
         self._cache: list[Buffer] = []
@@ -151,7 +163,7 @@ class SlotEngine:
             return
         self._steps.clear()
         for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-            self._cache[i] = buffer.grown(bucket(capacity, self._variant))
+            self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
@@ -170,8 +182,9 @@ class SlotEngine:
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
+        slots = _slots(self._capacity, variant)
         self._cache = [
-            self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            self._zeros((batch, layer.heads, slots, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
@@ -210,12 +223,17 @@ class SlotEngine:
         return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
-        if batch > 1 and not takes_batches(self._pinned):
-            raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'nonpad' or 'auto'")
+        if self._pinned in ONE_ROW and batch > 1:
+            raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'grouped' or 'auto'")
         if self._pinned != "auto":
             return self._pinned
-        best = "gqa" if batch == 1 and self._provider == "cpu" else "nonpad"
-        return best if best in self._model.entry.variants else "canonical"
+        if self._provider != "cpu":
+            wanted = ["nonpad"]
+        elif batch > 1:
+            wanted = ["grouped", "nonpad"]
+        else:
+            wanted = ["gqa_even", "grouped", "gqa"] if self._exact else ["gqa", "grouped"]
+        return next((name for name in wanted if name in self._model.entry.variants), "canonical")
 
     def _open(self, variant: str) -> Any:
         if variant not in self._sessions:
@@ -225,7 +243,7 @@ class SlotEngine:
 
     def _branching(self) -> str:
         """The graph for steps that branch."""
-        alone = "tree" if takes_batches(self._variant) else "tree_gqa"
+        alone = "tree_gqa" if self._variant in ONE_ROW else "tree"
         return alone if alone in self._model.entry.variants else "tree"
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> _Step:
@@ -284,6 +302,11 @@ class SlotEngine:
             place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
             step.binding.bind_input(f"past_key_values.{layer}", *place)
             step.binding.bind_output(f"present.{layer}", *place)
+
+
+def _slots(capacity: int, variant: str) -> int:
+    """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
+    return capacity + (variant == "gqa_even")
 
 
 def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:

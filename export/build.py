@@ -16,15 +16,14 @@ from typing import Any
 import onnx_ir as ir
 
 from ..bundle import FileEntry, Model, ModelEntry, file_entry
-from ..engines import open_engine
-from ..engines.base import takes_batches
+from ..engines import ONE_ROW, open_engine
 from ..errors import UsageError
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
 from .golden import Truth, compute_truth, save_golden
 from .pairing import same_vocabulary
 from .parity import ImprecisionError, measure
-from .passes import pack, simplify, to_gqa, to_nonpad
+from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
 from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
@@ -36,6 +35,8 @@ DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa": to_gqa,
+    "gqa_even": to_gqa_even,
+    "grouped": to_grouped,
     "nonpad": to_nonpad,
     "tree": to_tree,
     "tree_gqa": to_tree_gqa,
@@ -190,7 +191,7 @@ class _Checks:
         entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
         engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
         try:
-            parity = measure(self.truth, engine, batched=takes_batches(variant))
+            parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
         finally:
             engine.close()
         self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")

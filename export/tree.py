@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .gqa import Layer, fuse_attention, fuse_skip_norm, layers_of, lengths
+from .gqa import Layer, fuse_attention, fuse_skip_norm, layers_of, lengths_of
 from .rewrite import constant, dims, node, sweep
 
 
@@ -32,8 +32,8 @@ def to_tree(model: ir.Model) -> int:
 def to_tree_gqa(model: ir.Model) -> int:
     """The same for ONE row: TensorScatter x2 + Attention -> GroupQueryAttention with the mask as ``attention_bias``.
 
-    Without windows, a chain in this graph has the bits it has in ``to_gqa``'s. Returns 0 where ``to_gqa`` would leave a
-    layer as it is.
+    Without windows, a chain in this graph has the bits of ``to_gqa``'s steps from width 2. Returns 0 where ``to_gqa``
+    would leave a layer as it is.
     """
     layers = _all_layers(model)
     if any(dims(layer.attention.inputs[0])[-1] != dims(layer.value.inputs[0])[-1] for layer in layers):
@@ -41,10 +41,10 @@ def to_tree_gqa(model: ir.Model) -> int:
     if layers:
         masks = _Masks(model)
         biases = {layer.window: masks.bias(layer.window) for layer in layers}
-        total, last = lengths(model)
-        for index, layer in enumerate(layers):
+        lengths = lengths_of(model)
+        for layer in layers:
             unmasked = Layer(layer.attention, layer.key, layer.value, None)
-            fuse_attention(model, unmasked, index, total, last, biases[layer.window])
+            fuse_attention(model, unmasked, lengths, bias=biases[layer.window])
         fuse_skip_norm(model)
         sweep(model)
     return len(layers)

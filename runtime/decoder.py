@@ -50,13 +50,14 @@ class Event:
 class Decoder:
     """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
 
-    ``exact``: the target never takes a step of width 1, so that every width's numbers are the same bits.
+    ``exact``: the target takes no step narrower than all of its widths round alike, so that every draft length's
+    numbers are the same bits.
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
     def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
-        self._target = Stepper(target, "target", narrowest=2 if exact else 1)
+        self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
             self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
