@@ -203,7 +203,7 @@ class Bench:
 
     def _identity(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
         """Same tokens as the target alone (exact); where the width-1 side differs from it: near-tie or fault."""
-        if self.settings.acceptance_rule not in ("greedy", "coupled"):
+        if self.settings.acceptance_rule not in ("greedy", "coupled") or self.settings.branches:
             return {"identical_outputs": None, "plain_divergences": None}
         reference: list[list[int]] = []
         for group in groups:

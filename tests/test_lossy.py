@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from support_runtime import Branches, Coin, collect, decode_law, distance, law, 
 from test_laws import rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
-from leadout.errors import UsageError
+from leadout.errors import EngineError, UsageError
 from leadout.runtime import lossy, verify
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.sampling import Chain
 from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12
@@ -160,6 +162,15 @@ def test_lenient_greedy_runs_count_the_tokens_that_are_not_the_target_s():
     _, plain, exact = decode(draft="none")
     assert decode(rule="lenient", leniency=1.0, draft_length=4)[1] == plain and exact.stats.distance == 0
     assert last.stats.tokens_per_round > decode(draft_length=4)[2].stats.tokens_per_round
+
+
+def test_weights_are_p_over_its_largest():
+    p = np.array([0.4, 0.05, 0.3, 0.25])
+    chain = Chain(Settings(rule="lenient", logit_bias={1: -math.inf}), 4, [0], ())
+    found = chain.weights(np.log(p).astype(np.float32))
+    assert np.abs(found - [1.0, 0.0, 0.75, 0.625]).max() < 1e-6
+    with pytest.raises(EngineError, match="no finite maximum"):
+        chain.weights(np.full(4, -np.inf, np.float32))
 
 
 def test_typical_is_greedy_at_temperature_0():

@@ -11,6 +11,7 @@ from test_lossy import test_lenient_greedy_runs_count_the_tokens_that_are_not_th
 from test_lossy import test_no_token_becomes_likelier_than_leniency_allows as leniency_bounds
 from test_lossy import test_the_reported_distance_is_that_of_the_law_emitted as distance_is_exact
 from test_lossy import test_typical_keeps_what_is_likely_enough as typical_keeps
+from test_lossy import test_weights_are_p_over_its_largest as weights_have_no_temperature
 from test_mutants import Mutant, must_die
 from test_trees import LAWS, PROMPT
 from test_trees import test_a_twin_s_tree_is_always_accepted as twins_agree
@@ -56,7 +57,7 @@ def rows_hold(monkeypatch):
     any_rows()
 
 
-TREE_CHECKS = [rows_hold, identity_holds, twins_hold, laws_hold, narrow_laws_hold, histories_are_those_of_the_branch]
+TREE_CHECKS = [laws_hold, identity_holds, twins_hold, narrow_laws_hold, histories_are_those_of_the_branch, rows_hold]
 
 
 def distances_hold(monkeypatch):
@@ -78,7 +79,11 @@ def typical_holds(monkeypatch):
     typical_keeps()
 
 
-LOSSY_CHECKS = [distances_hold, the_bound_holds, greedy_counts, typical_holds]
+def weights_hold(monkeypatch):
+    weights_have_no_temperature()
+
+
+LOSSY_CHECKS = [distances_hold, the_bound_holds, greedy_counts, typical_holds, weights_hold]
 
 RRS = (trees, "recursive_rejection")
 TREE_MUTANTS = [
