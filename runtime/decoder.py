@@ -26,7 +26,6 @@ from .settings import LOSSY, MODEL_DRAFTS, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
-from .trees import ancestry
 
 NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
@@ -232,7 +231,7 @@ class Decoder:
         past = [row.sequence.cached for row in rows]
         width = max(self._target.narrowest, *map(len, pieces))
         if any(draft.parents for draft in drafts):
-            sees = np.stack([ancestry(draft.parents or [], width) for draft in drafts])
+            sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
             logits = self._target.tree_logits(pieces, past, sees)
             clock.lap("target")
             return logits

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
-from . import sampling
+from . import sampling, trees
 from .drafters import Draft, ModelDrafter
 from .noise import Purpose
 from .sampling import Probs, Sampler
 from .sequence import Row
-from .trees import ABSENT, ROOT, ancestry, best_children, draw_children, path
+from .trees import ABSENT, ROOT, path
 
 
 class TreeDrafter(ModelDrafter):
@@ -71,7 +71,7 @@ class TreeDrafter(ModelDrafter):
             missing = max(0, level.stop - len(draft.tokens))
             parents = [*(draft.parents or []), *[ABSENT] * missing][: level.stop]
             pieces.append([*draft.tokens, *[0] * missing][level.start : level.stop])
-            sees.append(ancestry(parents, level.stop + 1)[level.start + 1 :, 1:])
+            sees.append(trees.ancestry(parents, level.stop + 1)[level.start + 1 :, 1:])
         past = [valid + level.start for valid in self._valid[: len(drafts)]]
         return self._stepper.tree_logits(pieces, past, np.stack(sees))
 
@@ -84,9 +84,9 @@ def branch(
     without replacement. Fewer where there are no more."""
     if sampler.chain.settings.temperature == 0:
         weights = sampler.chain.weights(logits, drafted)
-        return best_children(np.where(weights > 0, weights, -np.inf), len(nodes)), None
+        return trees.best_children(np.where(weights > 0, weights, -np.inf), len(nodes)), None
     if sampler.rule == "coupled":
-        return best_children(sampler.noisy(logits, drafted, start + len(drafted)), len(nodes)), None
+        return trees.best_children(sampler.noisy(logits, drafted, start + len(drafted)), len(nodes)), None
     q = sampler.chain.distribution(logits, drafted)
     coins = sampler.noise.uniforms(start, Purpose.DRAFT, nodes.stop)[nodes.start :]
-    return draw_children(q, len(nodes), coins, sampling.draw), q
+    return trees.draw_children(q, len(nodes), coins, sampling.draw), q

@@ -94,7 +94,7 @@ def table(report: dict[str, Any]) -> str:
         ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
         ("distance", f"{report['distance']:.4f} from the target's law a token"),
         ("host share", f"{report['host_share']:.1%}"),
-        ("same tokens", {True: "yes", False: "NO", None: "not promised by this rule or draft"}[report["identical_outputs"]]),
+        ("same tokens", {True: "yes", False: "NO", None: "not promised here"}[report["identical_outputs"]]),
         ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),
         ("hardware", f"{report['hardware']['processor']}, {report['hardware']['cores']} cores"),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),

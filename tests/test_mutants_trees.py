@@ -16,6 +16,7 @@ from test_mutants import Mutant, must_die
 from test_trees import LAWS, PROMPT
 from test_trees import test_a_twin_s_tree_is_always_accepted as twins_agree
 from test_trees import test_any_rows_with_zeros_ties_and_disjoint_supports as any_rows
+from test_trees import test_descending_follows_the_target_s_own_choice as descending_follows
 from test_trees import test_trees_change_nothing as trees_change_nothing
 from test_trees import test_whole_runs_have_the_target_s_law as whole_runs
 
@@ -57,7 +58,19 @@ def rows_hold(monkeypatch):
     any_rows()
 
 
-TREE_CHECKS = [laws_hold, identity_holds, twins_hold, narrow_laws_hold, histories_are_those_of_the_branch, rows_hold]
+def descending_holds(monkeypatch):
+    descending_follows()
+
+
+TREE_CHECKS = [
+    descending_holds,
+    laws_hold,
+    identity_holds,
+    twins_hold,
+    narrow_laws_hold,
+    histories_are_those_of_the_branch,
+    rows_hold,
+]
 
 
 def distances_hold(monkeypatch):

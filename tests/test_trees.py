@@ -141,6 +141,7 @@ def test_descending_follows_the_target_s_own_choice():
     choices = {-1: 7, 0: 8, 1: 9, 4: 0}
     assert trees.descend(parents, x, choices.__getitem__) == verify.Verdict(2, 0, 2, path=(1, 4))
     assert trees.descend(parents, x, {-1: 7, 1: 3}.__getitem__) == verify.Verdict(1, 3, 2, path=(1,))
+    assert trees.descend(parents, x, {-1: 0}.__getitem__) == verify.Verdict(0, 0, 1, path=()), "nobody's child"
     assert trees.descend(parents, x, {-1: 6}.__getitem__) == verify.Verdict(0, 6, 1, path=())
     assert trees.descend([], [], {-1: 6}.__getitem__) == verify.Verdict(0, 6, 0, path=())
 
