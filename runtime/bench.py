@@ -123,7 +123,7 @@ class Bench:
         """``settings`` as for ``Pair.generate``; ``plain``: what decodes plainly, if not the pair's own target."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
-        self.plain_settings = dataclasses.replace(self.settings, draft="none")
+        self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(plain or pair.target, None, exact=False)
