@@ -162,7 +162,8 @@ def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], 
     argmax of (expected tokens of all) / (expected seconds).
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
-    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest draft that may not be cut.
+    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest
+    draft that may not be cut.
     """
     longest = max(length for _, length in plans)
     speeds = [
