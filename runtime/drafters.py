@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
+from .confidence import Watch
 from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -20,11 +21,13 @@ from .verify import Verdict
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter. With ``parents`` the tokens are a tree (``trees.py``), else a chain."""
+    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched. With
+    ``parents`` the tokens are a tree (``trees.py``), else a chain."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None
     by: str = "model"
+    classes: list[int] = field(default_factory=list)
     parents: list[int] | None = None
 
     @property
@@ -61,8 +64,9 @@ class Drafter(Protocol):
         """The longest draft it can give this row now."""
         ...
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        """Up to lengths[b] tokens for row b; an empty draft where that is 0. Commits nothing."""
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        """Up to lengths[b] tokens for row b, fewer if ``watch`` says so; an empty draft where that is 0. Commits
+        nothing."""
         ...
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
@@ -101,7 +105,7 @@ class ModelDrafter:
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         drafts = [Draft() for _ in rows]
         self._base = [row.sequence.length for row in rows]
         if not any(lengths):
@@ -112,7 +116,14 @@ class ModelDrafter:
             for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
                 if step < lengths[place]:
                     self._choose(row, draft, logits[place])
+                    if watch is not None:
+                        watch.saw(place, logits[place], draft.tokens[-1])
+            if watch is not None and step + 1 < max(lengths) and not watch.more(step + 1):
+                break
             pending = [draft.tokens[-1:] if step + 1 < n else [] for draft, n in zip(drafts, lengths, strict=True)]
+        if watch is not None:
+            for draft, classes in zip(drafts, watch.classes, strict=True):
+                draft.classes = classes
         return drafts
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:

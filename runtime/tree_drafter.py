@@ -8,6 +8,7 @@ import numpy as np
 
 from ..engines.base import LogitRow, Logits
 from . import sampling, trees
+from .confidence import Watch
 from .drafters import Draft, ModelDrafter
 from .noise import Purpose
 from .sampling import Probs, Sampler
@@ -25,8 +26,8 @@ class TreeDrafter(ModelDrafter):
 
     _fed = 0
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        """``lengths[b]`` levels for row b. A draft's ``q[n + 1]`` is what node n's children were drawn from."""
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        """``lengths[b]`` levels for row b, never fewer; ``q[n + 1]`` is what node n's children were drawn from."""
         drafts = [Draft(parents=[]) for _ in rows]
         self._base, self._fed = [row.sequence.length for row in rows], 0
         if not (deepest := max(lengths, default=0)):
