@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError
-from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Tokens
+from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Sight, Tokens
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import first_line, open_session
@@ -32,6 +33,7 @@ def bucket(slots: int, variant: str) -> int:
 class _Step:
     """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device)."""
 
+    session: Any
     binding: Any
     tokens: Tokens
     positions: Tokens
@@ -39,6 +41,7 @@ class _Step:
     past_column: Tokens
     logit_index: Tokens
     offsets: Tokens
+    sees: Sight
     logits: LogitArray | None
 
 
@@ -49,6 +52,8 @@ class SlotEngine:
     many ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
     differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
     from ``spec.narrowest``).
+    Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
+    as in a chain only if its slot is the same: sums over other slots have another order.
     """
 
     def __init__(
@@ -62,10 +67,15 @@ class SlotEngine:
         even = provider == "cpu" and {self._choose(1), self._pinned if variant in ONE_ROW else self._choose(2)} <= {
             *EVEN
         }
-        narrowest = 1 if even else 2
-        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision, narrowest=narrowest)
+        self._spec = ModelSpec(
+            entry.vocab_size,
+            entry.max_context,
+            precision=entry.precision,
+            narrowest=1 if even else 2,
+            trees=not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
+        )
         self._sessions: dict[str, Any] = {}
-        self._steps: dict[tuple[int, int, int | None], _Step] = {}
+        self._steps: dict[tuple[int, int, int | None, int], _Step] = {}
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
         self._flat = np.zeros(0, np.float32)
@@ -99,11 +109,8 @@ class SlotEngine:
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
-        longest = max(past_lens.tolist())
-        if longest + width > self._capacity:
-            used = f"{longest} + {width}"
-            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
-        key = (rows, width, None if logit_index is None else logit_index.shape[1])
+        longest = self._check_room(width, past_lens)
+        key = (rows, width, None if logit_index is None else logit_index.shape[1], 0)
         step = self._steps.get(key) or self._prepare(*key)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
@@ -112,8 +119,37 @@ class SlotEngine:
             np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
+        return self._run(step)
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        """See TreeEngine.forward_tree."""
+        rows, width = tokens.shape
+        self._check_room(width, past_lens)
+        key = (rows, width, None, sees.shape[2])
+        step = self._steps.get(key) or self._prepare(*key)
+        step.tokens[...] = tokens
+        step.past_lens[...] = past_lens
+        step.sees[...] = sees
+        np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
+        np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        return self._run(step)
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        """See TreeEngine.compact."""
+        for buffer in self._cache:
+            buffer.compact(row, past_len, kept)
+
+    def _check_room(self, width: int, past_lens: Tokens) -> int:
+        """The longest row's length. Raises EngineError where the step needs more slots than there are."""
+        longest: int = max(past_lens.tolist())
+        if longest + width > self._capacity:
+            used = f"{longest} + {width}"
+            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
+        return longest
+
+    def _run(self, step: _Step) -> Logits:
         try:
-            self._session.run_with_iobinding(step.binding)
+            step.session.run_with_iobinding(step.binding)
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
         if step.logits is not None:
@@ -205,8 +241,14 @@ class SlotEngine:
             self._sessions[variant] = open_session(path, provider=self._provider, threads=self._threads)
         return self._sessions[variant]
 
-    def _prepare(self, rows: int, width: int, wanted: int | None) -> _Step:
-        """Build the binding of one shape. Logits of all shapes share one buffer: a view lives until the next call."""
+    def _branching(self) -> str:
+        """The graph for steps that branch."""
+        alone = "tree_gqa" if self._variant in ONE_ROW else "tree"
+        return alone if alone in self._model.entry.variants else "tree"
+
+    def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> _Step:
+        """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all
+        shapes share one buffer: a view lives until the next call."""
         if self._closed:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if not 1 <= rows <= self._batch:
@@ -221,27 +263,31 @@ class SlotEngine:
         if len(self._steps) >= _KEPT_STEPS:
             self._steps.clear()
         past_lens = np.zeros(rows, np.int64)
+        session = self._open(self._branching()) if seen else self._session
         step = _Step(
-            binding=self._session.io_binding(),
+            session=session,
+            binding=session.io_binding(),
             tokens=np.zeros((rows, width), np.int64),
             positions=np.zeros((rows, width), np.int64),
             past_lens=past_lens,
             past_column=past_lens[:, None],
             logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
             offsets=np.arange(width, dtype=np.int64),
+            sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
             logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
         )
         self._bind(step, rows)
-        self._steps[rows, width, wanted] = step
+        self._steps[rows, width, wanted, seen] = step
         return step
 
     def _bind(self, step: _Step, rows: int) -> None:
-        names = {value.name for value in self._session.get_inputs()}
+        names = {value.name for value in step.session.get_inputs()}
         arrays = {
             "input_ids": step.tokens,
             "position_ids": step.positions,
             "past_lens": step.past_lens,
             "logit_index": step.logit_index,
+            "tree_mask": step.sees,
         }
         for name in arrays.keys() & names:
             _bind_host(step.binding.bind_input, name, arrays[name])

@@ -25,6 +25,7 @@ from .pairing import same_vocabulary
 from .parity import ImprecisionError, measure
 from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
+from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
@@ -37,6 +38,8 @@ VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa_even": to_gqa_even,
     "grouped": to_grouped,
     "nonpad": to_nonpad,
+    "tree": to_tree,
+    "tree_gqa": to_tree_gqa,
 }
 Progress = Callable[[str], None]
 

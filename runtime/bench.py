@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, ModelSpec, Tokens
+from ..engines.base import Sight, TreeEngine
 from .costs import Costs, Step
 from .decoder import Decoder
 from .divergence import first_divergence
@@ -59,6 +60,17 @@ class Timed:
         if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
             self.seconds += took
         return logits
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        assert isinstance(self.engine, TreeEngine)
+        start = perf_counter()
+        logits = self.engine.forward_tree(tokens, past_lens, sees)
+        self.seconds += perf_counter() - start
+        return logits
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        assert isinstance(self.engine, TreeEngine)
+        self.engine.compact(row, past_len, kept)
 
     def reserve(self, capacity: int) -> None:
         self.engine.reserve(capacity)
@@ -115,7 +127,7 @@ class Bench:
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
         check_sample(self.settings, Sample(), 1)
-        self.plain_settings = dataclasses.replace(self.settings, draft="none")
+        self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(plain or pair.target, None, exact=False)
@@ -182,6 +194,7 @@ class Bench:
             / (plain.count("tokens") / plain.wall),
             "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
             "tokens_per_round": speculative.count("tokens") / rounds,
+            "distance": sum(row.shift for row in speculative.stats) / speculative.count("tokens"),
             "host_share": 1.0 - speculative.engines / (speculative.wall - speculative.prompt),
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
@@ -199,7 +212,7 @@ class Bench:
 
     def _identity(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
         """Same tokens as the target alone (exact); where the width-1 side differs from it: near-tie or fault."""
-        if self.settings.acceptance_rule not in ("greedy", "coupled"):
+        if self.settings.acceptance_rule not in ("greedy", "coupled") or self.settings.branches:
             return {"identical_outputs": None, "plain_divergences": None}
         reference: list[list[int]] = []
         for group in groups:
@@ -217,6 +230,8 @@ class Bench:
     def _prediction(self, totals: dict[str, Totals]) -> dict[str, Any]:
         """What the cost tables say the measured rounds took, which are what every draft length is chosen from: the
         speedup that follows, and the share of each side's time that is in no table (slow outliers, the caller)."""
+        if self.settings.branches:  # the tables are of chains
+            return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs()}
         predicted, unaccounted = {}, {}
         for name, decoder in (("plain", self.plain), ("speculative", self.speculative)):
             side = totals[name]

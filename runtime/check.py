@@ -23,6 +23,7 @@ from .settings import DRAFTS, Settings
 
 WIDEST = 9
 NEW_TOKENS = 24
+TREE = (3, 2, 1)
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
 
@@ -129,6 +130,8 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
             for draft in drafters:
                 name, found = f"{title}: draft {draft} against none", answers(pair, prompts, draft=draft, **wanted)
                 yield same(name, alone, found) if bits else alike(name, pair, prompts, alone, found, wanted)
+        if "model" in drafters and pair.target.spec.trees and pair.draft is not None and pair.draft.spec.trees:
+            yield check_trees(pair, prompts)
         yield check_batch(pair, prompts, "auto")
         if bits:
             yield check_siblings(pair, prompts)
@@ -136,6 +139,15 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
         if variant not in ONE_ROW:  # one row only: there is no batch to compare with
             with load(bundle.path, **where, variant=variant) as pair:
                 yield check_batch(pair, prompts, variant, bits=True)
+
+
+def check_trees(pair: Pair, prompts: list[list[int]]) -> Check:
+    """A draft tree against no draft: slots of a tree round in another order, so differences must be near-ties."""
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    alone = answers(pair, prompts, draft="none", **wanted)
+    found = answers(pair, prompts, draft="model", branches=TREE, **wanted)
+    name = f"greedy: draft model, branches {','.join(map(str, TREE))}, against none"
+    return alike(name, pair, prompts, alone, found, wanted)
 
 
 def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: bool = False) -> Check:

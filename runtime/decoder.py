@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from time import perf_counter
+
+import numpy as np
 
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
-from . import verify
+from . import lossy, trees, verify
 from .cascade import Cascade, Commons, Plan
 from .confidence import Watch
 from .costs import Costs
@@ -19,10 +23,13 @@ from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .prefill import prefill
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import MODEL_DRAFTS, Rule, Settings
+from .settings import LOSSY, MODEL_DRAFTS, Rule, Settings
 from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
+from .tree_drafter import TreeDrafter
+
+NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +58,14 @@ class Decoder:
 
     def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True, costs: Costs | None = None) -> None:
         """``costs``: what is known of this device already."""
+        self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
             self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
+        self._trees = None if draft is None else TreeDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
 
@@ -80,6 +89,8 @@ class Decoder:
             self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
             for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
         ]
+        if len({row.settings.branches for row in rows}) > 1:
+            raise UsageError("branches must be the same for all requests of a batch: their steps are one")
         return self._run(rows)
 
     def forget(self) -> None:
@@ -136,10 +147,22 @@ class Decoder:
             raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
         if settings.draft == "model" and self._model is None:
             raise UsageError("draft 'model' needs a draft model, and there is none (use: draft auto or none)")
+        if settings.branches:
+            self._check_trees(settings)
+
+    def _check_trees(self, settings: Settings) -> None:
+        spec, nodes = self._target.engine.spec, sum(accumulate(settings.branches, mul))
+        for name, engine in self._engines.items():
+            if not engine.spec.trees:
+                raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
+        if nodes >= spec.max_verify:
+            raise UsageError(f"branches: {nodes} nodes; this target verifies 1 to {spec.max_verify - 1}")
 
     def _policy(self, settings: Settings) -> Policy:
         if settings.draft not in MODEL_DRAFTS or self._model is None:
             return FixedLength(0)
+        if settings.branches:
+            return FixedLength(len(settings.branches))
         if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
         return AutoLength(self._pace)
@@ -161,6 +184,8 @@ class Decoder:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
             self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
+            if rows[0].settings.branches:
+                self._drafting = self._trees
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
                 self._drafting.prefill(rows)
@@ -178,15 +203,16 @@ class Decoder:
             lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
-            steps = max(len(draft.tokens) for draft in proposed)
-            self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
+            if self._drafting is self._model:
+                steps = max(len(draft.tokens) for draft in proposed)
+                self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
     def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
         """Where every draft of the round may be cut anywhere, how far each may go, and what says when to stop."""
-        if not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
+        if self._drafting is self._trees or not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
             return lengths, None
         watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
         return (lengths, None) if watch is None else (list(watch.limits), watch)
@@ -221,8 +247,14 @@ class Decoder:
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
+        past = [row.sequence.cached for row in rows]
         width = max(self._target.narrowest, *map(len, pieces))
+        if any(draft.parents for draft in drafts):
+            sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
+            logits = self._target.tree_logits(pieces, past, sees)
+            clock.lap("target")
+            return logits
+        logits = self._target.all_logits(pieces, past)
         self.costs.record_target(len(rows), width, clock.lap("target"), mean_context(rows))
         return logits
 
@@ -236,23 +268,26 @@ class Decoder:
         return verdicts
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
-        new = [*draft.tokens[: verdict.accepted], verdict.token]
+        new = [*draft.kept(verdict), verdict.token]
+        self._target.compact(place, row.sequence.cached + 1, verdict.path)
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
             row.policy.observe(verdict.tested, verdict.accepted, draft.classes)
             if draft.tokens and self._drafting is not None:
-                self._drafting.observe(place, verdict.accepted)
+                self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.cascade is not None:
             row.cascade.take(row.sequence.tokens)
             if row.finish_reason is not None:
                 row.cascade.finish(row.sequence.tokens)
         row.stats.record(
-            drafted=len(draft.tokens),
+            drafted=draft.drafted,
+            depth=draft.depth,
             tested=verdict.tested,
             accepted=min(verdict.accepted, kept),
             tokens=kept,
             by=draft.by if draft.tokens else "none",
+            shift=sum(verdict.distances[:kept]),
         )
         tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
         stats = row.stats if row.finish_reason else None
@@ -280,9 +315,13 @@ def mean_context(rows: list[Row]) -> int:
 
 def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
+    if draft.parents is not None:
+        return judge_tree(row, draft, draft.parents, logits)
     x, sampler, start = draft.tokens, row.sampler, row.sequence.length
     if sampler.rule in ("greedy", "coupled"):
         return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
+    if sampler.rule in LOSSY:
+        return judge_lossy(row, draft, logits)
     coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
@@ -295,3 +334,49 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     if sampler.rule == "block" and draft.q is not None:
         return verify.block(x, draft.q, p, coins, pick)
     return verify.rejection(x, draft.q, p, coins, pick)
+
+
+def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> verify.Verdict:
+    """The same for a tree; ``logits`` [> nodes, V]: row n + 1 is the target's after node n."""
+    x, sampler, start, q = draft.tokens, row.sampler, row.sequence.length, draft.q
+
+    def before(node: int) -> list[int]:
+        return [x[n] for n in trees.path(parents, node)]
+
+    def choose(node: int) -> int:
+        drafted = before(node)
+        return sampler.choose(logits[node + 1], drafted, start + len(drafted))
+
+    if q is None:
+        return trees.descend(parents, x, choose)
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
+    return trees.recursive_rejection(
+        parents,
+        x,
+        lambda node: q[node + 1],
+        lambda node: sampler.chain.distribution(logits[node + 1], before(node)),
+        coins,
+        lambda law: draw(law, final),
+    )
+
+
+def judge_lossy(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
+    """The same for the lossy rules."""
+    x, sampler, start, settings = draft.tokens, row.sampler, row.sequence.length, row.settings
+    leniency = lossy.LENIENCY if settings.leniency is None else settings.leniency
+    if settings.temperature == 0:
+
+        def weights(i: int) -> Probs:
+            return sampler.chain.weights(logits[i], x[:i])
+
+        return lossy.lenient_greedy(x, weights, lambda i: sampler.choose(logits[i], x[:i], start + i), leniency)
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
+    mass = lossy.lenient(leniency)
+    if sampler.rule == "typical":
+        epsilon = lossy.EPSILON if settings.typical_epsilon is None else settings.typical_epsilon
+        mass = lossy.typical(epsilon, lossy.DELTA if settings.typical_delta is None else settings.typical_delta)
+    return lossy.relaxed(
+        x, draft.q, lambda i: sampler.chain.distribution(logits[i], x[:i]), mass, coins, lambda law: draw(law, final)
+    )

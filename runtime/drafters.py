@@ -15,17 +15,39 @@ from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
 from .steps import Stepper
+from .trees import ABSENT, path
+from .verify import Verdict
 
 
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched."""
+    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched. With
+    ``parents`` the tokens are a tree (``trees.py``), else a chain."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None
     by: str = "model"
     classes: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens are proposed."""
+        return len(self.tokens) if self.parents is None else len(self.parents) - self.parents.count(ABSENT)
+
+    @property
+    def depth(self) -> int:
+        """The most that may be accepted."""
+        if self.parents is None:
+            return len(self.tokens)
+        return max((len(path(self.parents, n)) for n, parent in enumerate(self.parents) if parent != ABSENT), default=0)
+
+    def kept(self, verdict: Verdict) -> list[int]:
+        """The tokens that ``verdict`` accepted."""
+        if self.parents is None:
+            return self.tokens[: verdict.accepted]
+        return [self.tokens[node] for node in verdict.path]
 
 
 class Drafter(Protocol):
@@ -48,8 +70,9 @@ class Drafter(Protocol):
         nothing."""
         ...
 
-    def observe(self, place: int, accepted: int) -> None:
-        """Row ``place`` kept the first ``accepted`` of its drafts and got one more token."""
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
+        """Row ``place`` kept the first ``accepted`` of its drafts (of a tree, the nodes of ``path``) and got one more
+        token."""
         ...
 
     def move(self, source: int, destination: int) -> None:
@@ -104,7 +127,7 @@ class ModelDrafter:
                 draft.classes = classes
         return drafts
 
-    def observe(self, place: int, accepted: int) -> None:
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
 
     def move(self, source: int, destination: int) -> None:

@@ -16,7 +16,7 @@ from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
-from .settings import DRAFTS, Settings
+from .settings import DRAFTS, LOSSY, Settings
 from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
@@ -58,15 +58,18 @@ class Result:
     ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
-    (greedy, coupled) or drawn from the same law (rejection, block). ``seed`` is what was drawn with, None if nothing
-    was; ``draft`` says who proposed. ``sample`` is its number among the n answers to a prompt: with the same seed it
-    is the same answer whatever n is, and number 0 is the one without n.
+    (greedy, coupled) or drawn from the same law (rejection, block), to the last bit: not so in a tree, whose numbers
+    are rounded in another order. ``distance``: how far, on average, the law of a token was from the target's (total
+    variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None if nothing was; ``draft`` says who
+    proposed. ``sample`` is its number among the n answers to a prompt: with the same seed it is the same answer
+    whatever n is, and number 0 is the one without n.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     lossless: bool
+    distance: float
     rule: str
     seed: int | None
     draft: str
@@ -193,6 +196,8 @@ class Pair:
         for name in ("stop", "stop_token_ids"):
             if isinstance(value := given.get(name), (str, list)):
                 given[name] = (value,) if isinstance(value, str) else tuple(value)
+        if isinstance(given.get("branches"), list):
+            given["branches"] = tuple(given["branches"])
         settings = Settings(**given)
         if settings.draft == "model" and self.draft is None:
             possible = ", ".join(draft for draft in DRAFTS if draft != "model")
@@ -250,13 +255,15 @@ class Pair:
 
     def _result(self, answer: _Answer, event: Event) -> Result:
         assert event.finish_reason is not None and event.stats is not None
+        branches = answer.settings.branches
         return Result(
             text=answer.text.text[: answer.text.visible],
             token_ids=answer.token_ids,
             finish_reason=event.finish_reason,
-            lossless=self.exact or answer.settings.draft == "none",
+            lossless=answer.settings.draft == "none" or (self.exact and event.rule not in LOSSY and not branches),
+            distance=event.stats.distance,
             rule=event.rule,
-            seed=None if event.rule == "greedy" else event.seed,
+            seed=None if answer.settings.temperature == 0 else event.seed,
             draft=answer.settings.draft,
             stats=event.stats,
             sample=answer.sample,

@@ -74,6 +74,15 @@ class Chain:
             raise _not_finite()
         return token
 
+    def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
+        """p / max p after processors 1-4, float64 [V]: the law before any temperature."""
+        scores = self._penalised(logits, drafted)
+        top = scores.max()
+        if not math.isfinite(top):
+            raise _not_finite()
+        weights: Probs = np.exp(scores - top)
+        return weights
+
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
         scores = self._penalised(logits, drafted)
@@ -125,12 +134,17 @@ class Sampler:
     def __init__(self, rule: Rule, chain: Chain, noise: Noise) -> None:
         self.rule, self.chain, self.noise = rule, chain, noise
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a draft model's tokens follow from seed and text, so that there is no q to test them against."""
+        return self.rule == "coupled" or self.chain.settings.temperature == 0
+
     def choose(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
-        """What stands at ``position`` without any draft, under ``greedy`` and ``coupled``.
+        """What stands at ``position`` without any draft, under ``coupled`` and at temperature 0.
 
         Coupled: argmax of log p plus the position's Gumbel noise, which has exactly the law p (Gumbel-max).
         """
-        if self.rule == "greedy":
+        if self.chain.settings.temperature == 0:
             return self.chain.best(logits, drafted)
         return int(self.noisy(logits, drafted, position).argmax())
 
@@ -142,7 +156,7 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
-        if self.rule in ("greedy", "coupled"):
+        if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         count = len(drafted) + 1

@@ -90,17 +90,23 @@ def progress(line: str) -> None:
         click.echo(f"\r{line}\x1b[K", err=True, nl=False)
 
 
+def predicted(speedup: float | None) -> str:
+    """What the measured costs of chains alone predict; nothing for trees."""
+    return "" if speedup is None else f" (the cost tables predict {speedup:.2f})"
+
+
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
     rows = [
         ("plain decode", f"{report['plain']['tokens_per_second']:.1f} tokens/s"),
         ("speculative", f"{report['speculative']['tokens_per_second']:.1f} tokens/s"),
-        ("speedup", f"{report['speedup']:.2f} (the cost tables predict {report['predicted_speedup']:.2f})"),
+        ("speedup", f"{report['speedup']:.2f}{predicted(report['predicted_speedup'])}"),
         ("unaccounted", ", ".join(f"{share:.1%} of {side}" for side, share in report["unaccounted"].items())),
         ("with the prompt", f"{report['speedup_with_prompt']:.2f}"),
         ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
+        ("distance", f"{report['distance']:.4f} from the target's law a token"),
         ("host share", f"{report['host_share']:.1%}"),
-        ("same tokens", {True: "yes", False: "NO", None: "not promised by this rule"}[report["identical_outputs"]]),
+        ("same tokens", {True: "yes", False: "NO", None: "not promised here"}[report["identical_outputs"]]),
         ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),
         ("hardware", f"{report['hardware']['processor']}, {report['hardware']['cores']} cores"),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),

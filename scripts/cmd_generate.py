@@ -116,6 +116,8 @@ def to_json(result: Result) -> dict[str, Any]:
 
 def summarise(result: Result) -> None:
     """One line on stderr: tokens, speed, acceptance, rule."""
+    from ..runtime.settings import LOSSY
+
     stats = result.stats
     parts = [
         f"{stats.tokens} tokens in {stats.total_seconds:.2f} s, {stats.tokens_per_second:.0f} a second",
@@ -126,6 +128,8 @@ def summarise(result: Result) -> None:
         f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
         f"stopped by {result.finish_reason}",
     ]
+    if result.rule in LOSSY:
+        parts.insert(-1, f"LOSSY: {result.distance:.4f} from the target's law a token")
     click.echo("; ".join(parts), err=True)
 
 

@@ -86,7 +86,7 @@ class Scaled:
         self.coin, self.scale = coin, scale
 
     def __lt__(self, threshold: float) -> bool:
-        return self.coin.below(float(threshold) / self.scale)
+        return self.coin.below(float(threshold) / self.scale) if self.scale else threshold > 0
 
 
 class ScriptedNoise:

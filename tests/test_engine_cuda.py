@@ -19,6 +19,7 @@ from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
+from leadout.runtime.trees import ancestry
 
 C = Shape()
 START = np.zeros(1, np.int64)
@@ -117,3 +118,21 @@ def test_a_later_step_takes_the_place_of_an_earlier_one(device: SlotEngine) -> N
     device.forward(tokens(C, 1, 3), START)
     with pytest.raises(EngineError, match="earlier step are gone"):
         logits[0][0].argmax()
+
+
+def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model) -> None:
+    """A step that branches and the compaction of one branch: the CPU's bits, and nothing crosses by itself."""
+    cpu = SlotEngine(model, variant="nonpad")
+    rows, fed = tokens(C, 2, 30), tokens(C, 2, 6, seed=2)
+    sees = np.stack([ancestry([-1, -1, 0, 1, 3], 6), ancestry([-1, 0, 0, 2, 2], 6)])
+    for engine in (device, cpu):
+        engine.reset(2)
+        engine.forward(rows, at(0, 0))
+    found, expected = device.forward_tree(fed, at(30, 21), sees), np.array(cpu.forward_tree(fed, at(30, 21), sees))
+    assert host(device).moved == {"up": 0, "down": 0}
+    assert np.array_equal(np.asarray(found), expected)
+    for engine in (device, cpu):
+        engine.compact(0, 31, [1, 3, 4])
+        engine.compact(1, 22, [0, 2, 4])
+    again = [np.array(engine.forward(fed, at(34, 25))) for engine in (device, cpu)]
+    assert np.array_equal(*again)

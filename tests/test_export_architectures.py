@@ -123,7 +123,7 @@ def build(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None] 
 def test_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
     entry = build(tiny(name), tmp_path / "target")
     assert max(entry.parity.values()) <= 1e-4, entry.parity
-    wanted = CONFIGS[name][2] | (set(EVEN) if "gqa" in CONFIGS[name][2] else set())
+    wanted = CONFIGS[name][2] | ({*EVEN, "tree", "tree_gqa"} if "gqa" in CONFIGS[name][2] else set())
     assert set(entry.variants) - {"canonical"} == wanted
     assert set(entry.parity) == {"capture", "simplify", "pack"} | wanted
     for variant in set(EVEN) & wanted:

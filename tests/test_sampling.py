@@ -151,7 +151,7 @@ BAD = [
     ),
     ({"draft_length": 17}, "draft_length must be an integer from 0 to 16 or 'auto', not 17"),
     ({"draft_length": "long"}, "draft_length"),
-    ({"rule": "typical"}, "rule 'typical' is unknown"),
+    ({"rule": "beam"}, "rule 'beam' is unknown"),
     ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0, not 1"),
 ]
 
