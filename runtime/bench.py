@@ -112,8 +112,10 @@ class Bench:
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(self.target, None, exact=False)
-        self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
-        self.single = Decoder(self.target, self.draft, exact=pair.exact)  # has not seen the batch's answers
+        self.speculative = Decoder(self.target, self.draft, exact=pair.exact, vocabulary=pair.vocabulary)
+        self.single = Decoder(
+            self.target, self.draft, exact=pair.exact, vocabulary=pair.vocabulary
+        )  # has not seen the batch's answers
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""

@@ -13,7 +13,8 @@ from ..errors import ContextError, UsageError
 from . import verify
 from .cascade import Cascade, Commons, Plan
 from .costs import Costs
-from .drafters import Draft, Drafter, ModelDrafter
+from .drafters import Draft, Drafter
+from .foreign_draft import model_drafter
 from .noise import Noise, Purpose
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .sampling import Chain, Probs, Sampler, draw
@@ -21,6 +22,7 @@ from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
+from .vocabulary import VocabularyMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,15 @@ class Decoder:
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
-    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
+    def __init__(
+        self, target: Engine, draft: Engine | None, *, exact: bool = True, vocabulary: VocabularyMap | None = None
+    ) -> None:
+        """``vocabulary``: what the draft's ids mean to the target, if they are not the same ids."""
         self._target = Stepper(target, "target", narrowest=2 if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
-            self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
+            vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
+            self._model = model_drafter(Stepper(draft, "draft"), vocabulary)
         self.costs, self._commons = Costs(), Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it

@@ -18,6 +18,7 @@ from .decoder import Decoder, Event
 from .settings import DRAFTS, Settings
 from .stats import Stats
 from .text import Codec, TextStream
+from .vocabulary import VOCABULARY, VocabularyMap
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
 
@@ -119,12 +120,20 @@ class Pair:
     """
 
     def __init__(
-        self, bundle: Bundle, codec: Codec, target: Engine, draft: Engine | None, *, exact: bool, batch_size: int
+        self,
+        bundle: Bundle,
+        codec: Codec,
+        target: Engine,
+        draft: Engine | None,
+        *,
+        exact: bool,
+        batch_size: int,
+        vocabulary: VocabularyMap | None = None,
     ) -> None:
         """Made by ``load``; takes the engines over and closes them."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
-        self.batch_size = batch_size
-        self.decoder = Decoder(target, draft, exact=exact)
+        self.batch_size, self.vocabulary = batch_size, vocabulary
+        self.decoder = Decoder(target, draft, exact=exact, vocabulary=vocabulary)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -253,7 +262,7 @@ def load(
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
-    check_vocabulary(found.manifest, codec)
+    vocabulary = check_vocabulary(found, codec)
     target = open_engine(
         found.model("target"), provider=provider, threads=cores() if threads is None else threads, variant=variant
     )
@@ -264,7 +273,7 @@ def load(
     except BaseException:
         target.close()
         raise
-    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size)
+    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size, vocabulary=vocabulary)
 
 
 def cores() -> int:
@@ -299,11 +308,14 @@ def sampling_defaults(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def check_vocabulary(manifest: Manifest, codec: Codec) -> None:
-    """Raise BundleError unless target, draft and tokenizer agree on the token ids."""
-    sizes = {role: model.vocab_size for role, model in manifest.models.items()}
-    if len(set(sizes.values())) > 1:
-        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
-        raise BundleError(f"draft and target have different vocabularies ({named}); a pair must share its token ids")
+def check_vocabulary(bundle: Bundle, codec: Codec) -> VocabularyMap | None:
+    """The map between the ids of draft and target, if the bundle has one. Raises BundleError unless target, draft and
+    tokenizer agree on the token ids."""
+    sizes = {role: model.vocab_size for role, model in bundle.manifest.models.items()}
     if codec.vocab_size() > sizes["target"]:
         raise BundleError(f"the tokenizer has {codec.vocab_size()} ids, the target only {sizes['target']}")
+    vocabulary = VocabularyMap.read(bundle.model("draft"), sizes["target"], codec) if "draft" in sizes else None
+    if vocabulary is None and len(set(sizes.values())) > 1:
+        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        raise BundleError(f"draft and target have different vocabularies ({named}) and no {VOCABULARY} relates them")
+    return vocabulary
