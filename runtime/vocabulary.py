@@ -115,7 +115,8 @@ class VocabularyMap:
 
 
 class MappedRow:
-    """A LogitRow [V_t] over a draft's [V_d]. Its greatest costs no more than the draft's own."""
+    """A LogitRow [V_t] over a draft's [V_d]. Its greatest costs no more than the draft's own. ``kept`` are the logits
+    of the tokens that both know, ``ids`` those tokens."""
 
     __slots__ = ("_logits", "_map")
 
@@ -126,8 +127,16 @@ class MappedRow:
     def size(self) -> int:
         return self._map.size
 
+    @property
+    def kept(self) -> LogitRow:
+        return self._map.kept(self._logits)
+
+    @property
+    def ids(self) -> Ids:
+        return self._map.ids
+
     def argmax(self) -> int:
-        return int(self._map.ids[self._map.kept(self._logits).argmax()])
+        return int(self.ids[self.kept.argmax()])
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, (int, np.integer)):
@@ -138,7 +147,7 @@ class MappedRow:
     def astype(self, dtype: Any) -> NDArray[Any]:
         """The whole row, in an array of its own."""
         row = np.full(self._map.size, -math.inf, dtype)
-        row[self._map.ids] = np.asarray(self._map.kept(self._logits))
+        row[self.ids] = np.asarray(self.kept)
         return row
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

@@ -58,13 +58,13 @@ def save(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Save
 
 @pytest.fixture(scope="module")
 def mixed(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied int8 target that asks to be sampled, with a tied int4 draft whose vocabulary is padded to 576."""
+    """A tied int8 target that asks to be sampled, with a tied int4 draft whose vocabulary is padded to 560."""
     asks = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
     out = tmp_path_factory.mktemp("bundles") / "mixed"
     out.mkdir()
     (out / "leadout.json").write_text("{}")  # an older bundle, to be replaced as a whole
     (out / "stale").mkdir()
-    pair = (save(generation=asks), save(vocab_size=576))
+    pair = (save(generation=asks), save(vocab_size=560))
     return export_pair(*pair, out, precision="int8", draft_precision="int4", max_context=96)
 
 
@@ -186,8 +186,8 @@ def test_the_bundle_says_what_the_checkpoints_said(mixed: Path) -> None:
     assert target.eos_token_ids == (0, 3) and draft.eos_token_ids == (0,)
     assert (target.precision, draft.precision, target.dtype) == ("int8", "int4", "float32")
     assert target.max_context == draft.max_context == 96
-    assert (target.vocab_size, draft.vocab_size) == (512, 576)
-    assert "576" in draft.note and not target.note
+    assert (target.vocab_size, draft.vocab_size) == (512, 560)
+    assert "560" in draft.note and not target.note
     assert set(target.parity) == {"capture", "simplify", "pack", "int8", "gqa", "nonpad"}
     assert max(target.parity[step] for step in ("capture", "simplify", "pack")) <= 1e-4 < target.parity["int8"]
     assert {"tokenizer.json", "generation_config.json"} <= set(bundle.manifest.files)
@@ -218,7 +218,7 @@ def test_tied_embeddings_are_stored_once(mixed: Path, save: Save, tmp_path: Path
     assert Bundle.read(half).manifest.models["target"].dtype == "float16"
     assert 2 * parameters <= blob_bytes(half, "target") < 2 * parameters + 2 * table
     assert parameters <= blob_bytes(mixed, "target") < 1.1 * parameters + table
-    assert parameters / 2 <= blob_bytes(mixed, "draft") < 1.1 * (parameters + 64 * 64) * 5 / 8 + table / 2
+    assert parameters / 2 <= blob_bytes(mixed, "draft") < 1.1 * (parameters + 48 * 64) * 5 / 8 + table / 2
 
 
 def test_golden_rows_are_what_transformers_says(tiny_bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
@@ -236,7 +236,7 @@ def test_golden_rows_are_what_transformers_says(tiny_bundle: Path, tiny_pair: tu
 
 def test_padding_of_the_draft_s_vocabulary_is_never_drafted(mixed: Path) -> None:
     with np.load(mixed / "draft" / "vocabulary.npz") as stored:
-        assert stored.files == ["outputs"] and stored["outputs"].tolist() == [*range(512), *[-1] * 64]
+        assert stored.files == ["outputs"] and stored["outputs"].tolist() == [*range(512), *[-1] * 48]
 
 
 def test_sampling_without_a_temperature_is_at_temperature_1():

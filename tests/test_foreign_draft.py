@@ -90,7 +90,7 @@ def test_a_text_that_grows_is_read_as_if_cut_whole(
         assert transcript.own[: len(opening)] == opening
         assert draft.decode(transcript.own) == read.rstrip("\ufffd")
     whole = draft.encode(text).ids
-    assert unfinished > 5 and len(transcript.own) <= 1.02 * len(whole)
+    assert unfinished > 5 and len(transcript.own) <= 1.05 * len(whole)
     if name != "words":  # without words there is no safe place to cut
         assert transcript.own == whole
 
