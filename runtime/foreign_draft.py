@@ -75,7 +75,7 @@ class ForeignDrafter(ModelDrafter):
         """Changes nothing: the text says what of the cache still holds."""
 
     def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
+        self._stepper.engine.copy_row(source, destination)
         self._cached[destination] = list(self._cached[source])
 
     def _writer(self, row: Row, length: int) -> TokenWriter | TextWriter | None:

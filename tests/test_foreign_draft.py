@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def sentence_piece(size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    plain = Tokenizer.from_str(tokenizer.to_str().replace('"special":true', '"special":false'))
-    plain.add_special_tokens(special)
+    settings = json.loads(tokenizer.to_str())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] in special]
+    plain = Tokenizer.from_str(json.dumps(settings))
     plain.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return plain
 
@@ -99,8 +101,7 @@ def test_a_text_that_grows_is_read_as_if_cut_whole(
 def test_what_the_draft_writes_becomes_the_target_s_own_tokens(
     target_tokenizer: Tokenizer, draft_tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
-    draft, words = draft_tokenizers[name], TEXT.split(" ")
-    before, after = " ".join(words[:40]), " " + " ".join(words[40:60])
+    draft, before, after = draft_tokenizers[name], "what is missing of a checkpoint", " that cannot become a bundle"
     transcript = Transcript(Tokenizers(target_tokenizer, draft))
     tokens = target_tokenizer.encode(before).ids
     transcript.take(tokens)
@@ -121,9 +122,9 @@ def test_special_tokens_of_the_target_are_no_text(target_tokenizer: Tokenizer) -
 
 
 class Copyist:
-    """A target and a draft that both go on with ``text``, each in its own tokens; beyond it, each as it likes."""
+    """A target and a draft that mostly go on with ``text``, each in its own tokens, and beyond it as they like."""
 
-    def __init__(self, target: Tokenizer, draft: Tokenizer, text: str, share: float = 0.9) -> None:
+    def __init__(self, target: Tokenizer, draft: Tokenizer, text: str, share: float = 0.97) -> None:
         self.share, self.text = share, text
         self.engines = tuple(self._engine(t) for t in (target, draft))
         ours, theirs = target.get_vocab(), draft.get_vocab()
@@ -141,15 +142,12 @@ class Copyist:
             read, weights = tokenizer.decode(context.tolist()), noise(context)
             if not read or not self.text.startswith(read):
                 return weights
-            ahead = tokenizer.encode(self.text).ids
-            done = len(tokenizer.encode(read).ids)
-            if done >= len(ahead) or ahead[:done] != context.tolist()[-done:]:
-                return weights
-            weights = (1 - self.share) * weights
-            weights[ahead[done]] += self.share
+            if rest := tokenizer.encode(self.text[len(read) :]).ids:
+                weights = (1 - self.share) * weights
+                weights[rest[0]] += self.share
             return weights
 
-        return ToyEngine(law, size, max_context=200)
+        return ToyEngine(law, size, max_context=256)
 
 
 RULES: list[dict[str, Any]] = [{}, {"temperature": 1.0, "rule": "coupled", "seed": 4}]
@@ -157,7 +155,7 @@ RULES: list[dict[str, Any]] = [{}, {"temperature": 1.0, "rule": "coupled", "seed
 
 def answers_stay(monkeypatch: Any = None) -> None:
     """Ragged batches, greedy and coupled: what the target alone writes, and the draft is of use."""
-    target, text = byte_level(420), TEXT[:160]
+    target, text = byte_level(420), TEXT[:400]
     for draft in (byte_level(330), byte_level(600, use_regex=False)):
         for sampling in RULES:
             found = {}
@@ -171,7 +169,8 @@ def answers_stay(monkeypatch: Any = None) -> None:
                 found[kind], last = collect(decoder.decode(requests, eos_token_ids=(0,)), 3)
             assert found["model"] == found["none"]
             stats = [last[i].stats for i in range(3)]
-            assert sum(s.accepted for s in stats) > 0.4 * sum(s.drafted for s in stats) > 5
+            share = sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
+            assert share > (0.04 if sampling else 0.7)
 
 
 def test_answers_stay_the_target_s() -> None:
@@ -180,7 +179,7 @@ def test_answers_stay_the_target_s() -> None:
 
 def sampled_drafts_have_a_law(monkeypatch: Any = None) -> None:
     """Every q is a law on tokens of both, and the draft was drawn from where it is positive."""
-    target, draft, text = byte_level(420), byte_level(600, use_regex=False), TEXT[:160]
+    target, draft, text = byte_level(420), byte_level(600, use_regex=False), TEXT[:400]
     pair = Copyist(target, draft, text)
     decoder, seen = Decoder(*pair.engines, vocabulary=pair.vocabulary), []
     propose = decoder._model.propose  # type: ignore[union-attr]
@@ -203,7 +202,7 @@ def test_sampled_drafts_have_a_law() -> None:
 
 def caches_hold_the_text(monkeypatch: Any = None) -> None:
     """After each round a row's slots are what was fed, and the next step starts where the text parts from it."""
-    target, text = byte_level(420), TEXT[:160]
+    target, text = byte_level(420), TEXT[:400]
     draft = byte_level(600, use_regex=False)
     pair = Copyist(target, draft, text, share=0.7)
     decoder, fed = Decoder(*pair.engines, vocabulary=pair.vocabulary), []
@@ -252,8 +251,12 @@ def drafts_are_silent_where_they_must(monkeypatch: Any = None) -> None:
         assert texts == alone
     assert all(width <= 12 for _, width in narrow.calls)
     broken = ToyEngine(lambda context: np.full(330, np.nan), 330)
-    with pytest.raises(EngineError, match="no finite maximum"):
+    refused = ""
+    try:
         list(Decoder(pair.engines[0], broken, vocabulary=pair.vocabulary).decode([(smile, settings)]))
+    except EngineError as error:
+        refused = str(error)
+    assert "no finite maximum" in refused
 
 
 def test_drafts_are_silent_where_they_must() -> None:
