@@ -170,7 +170,7 @@ def answers_stay(monkeypatch: Any = None) -> None:
             assert found["model"] == found["none"]
             stats = [last[i].stats for i in range(3)]
             share = sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
-            assert share > (0.04 if sampling else 0.7)
+            assert share > (0.7 if not sampling else 0.2 if draft.get_vocab_size() < 400 else 0.04)
 
 
 def test_answers_stay_the_target_s() -> None:
@@ -182,8 +182,17 @@ def sampled_drafts_have_a_law(monkeypatch: Any = None) -> None:
     target, draft, text = byte_level(420), byte_level(600, use_regex=False), TEXT[:400]
     pair = Copyist(target, draft, text)
     decoder, seen = Decoder(*pair.engines, vocabulary=pair.vocabulary), []
-    propose = decoder._model.propose  # type: ignore[union-attr]
-    decoder._model.propose = lambda rows, n: (seen.append(propose(rows, n)), seen[-1])[1]  # type: ignore[union-attr, method-assign]
+    model = decoder._model
+    assert isinstance(model, foreign_draft.ForeignDrafter)
+    propose = model.propose
+
+    def spy(rows: Any, lengths: Any) -> Any:
+        seen.append(propose(rows, lengths))
+        if fed := seen[-1][0].tokens[:-1]:  # what was drafted is fed back in the draft's own ids
+            assert draft.decode(model._cached[0][-len(fed) :]) == target.decode(fed)
+        return seen[-1]
+
+    model.propose = spy  # type: ignore[method-assign]
     settings = Settings(max_new_tokens=30, draft_length=4, temperature=1.0, rule="block", seed=2)
     (_tokens,), last = collect(decoder.decode([(target.encode(text[:20]).ids, settings)]), 1)
     known = np.zeros(pair.vocabulary.size, bool)
@@ -268,8 +277,8 @@ MUTANTS = [
     Mutant("the cache is not rolled back", foreign_draft.ForeignDrafter, "_lacking", "del cached[valid:]", "pass"),
     Mutant("old ids are taken for the text's", foreign_draft.ForeignDrafter, "_lacking", "common(cached, own)",
            "len(cached)"),
-    Mutant("a moved row leaves its ids behind", foreign_draft.ForeignDrafter, "move",
-           "list(self._cached[source])", "[]"),
+    Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
+           "self._stepper.engine.copy_row(source, destination)", "pass"),
     Mutant("drafted tokens are fed as the target's ids", foreign_draft.TokenWriter, "take",
            "self._vocabulary.column(self.draft.tokens[-1])", "min(self.draft.tokens[-1], 329)"),
     Mutant("drafts in the draft's own ids", retokenise.Transcript, "drafted",
