@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..bundle import FileEntry, Model, ModelEntry, file_entry
-from ..engines import open_engine
+from ..engines import ONE_ROW, open_engine
 from ..errors import UsageError
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
@@ -26,13 +26,18 @@ from .draft_ids import DraftIds
 from .golden import Truth, compute_truth, save_golden
 from .pairing import Ids
 from .parity import ImprecisionError, measure
-from .passes import pack, simplify, to_gqa, to_nonpad
+from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
 from .trimming import kept_mass, trimmed_head
 from .writing import aside, destination, write_manifest
 
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
-VARIANTS: dict[str, Callable[[ir.Model], int]] = {"gqa": to_gqa, "nonpad": to_nonpad}
+VARIANTS: dict[str, Callable[[ir.Model], int]] = {
+    "gqa": to_gqa,
+    "gqa_even": to_gqa_even,
+    "grouped": to_grouped,
+    "nonpad": to_nonpad,
+}
 Progress = Callable[[str], None]
 
 
@@ -211,7 +216,7 @@ class _Checks:
         entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
         engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
         try:
-            parity = measure(self.truth, engine, batched=variant != "gqa")
+            parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
         finally:
             engine.close()
         self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")
