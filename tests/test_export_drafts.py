@@ -76,10 +76,10 @@ def test_a_trimmed_head_takes_less_room(trimmed: Path, tiny_bundle: Path) -> Non
 
 
 def test_a_trimmed_head_changes_no_answer(trimmed: Path) -> None:
-    assert answers_are_the_target_s(trimmed) > 0.1
+    assert answers_are_the_target_s(trimmed) > 0.03
     with leadout.load(trimmed) as pair:
         for rule in ("rejection", "block"):
-            result = pair.generate("def f", temperature=0.7, rule=rule, draft="model", max_new_tokens=20, seed=1)
+            result = pair.generate("def f", temperature=0.7, rule=rule, draft="model", draft_length=3, seed=1)
             assert result.lossless and result.stats.drafted
 
 
@@ -204,7 +204,7 @@ def test_a_draft_with_another_tokenizer(tiny_pair: tuple[Path, Path], foreign_dr
     answers_are_the_target_s(out)
     with leadout.load(out) as pair:
         for rule in ("rejection", "block"):
-            result = pair.generate("def f", temperature=0.7, rule=rule, draft="model", max_new_tokens=20, seed=1)
+            result = pair.generate("def f", temperature=0.7, rule=rule, draft="model", draft_length=3, seed=1)
             assert result.lossless and result.stats.drafted
     checked = CliRunner().invoke(main, ["check", str(out)])
     assert checked.exit_code == 0, checked.output
