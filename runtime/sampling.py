@@ -16,6 +16,8 @@ from .vocabulary import MappedRow
 
 Probs = NDArray[np.float64]
 
+_BLOCK = 64  # weights that are added up together when one token is drawn
+
 
 class Chain:
     """The processors of one request, in this order, each skipped when off:
@@ -97,7 +99,8 @@ class Chain:
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p, float64 [V], summing to 1. Needs temperature > 0."""
-        probs = np.exp(self.scores(logits, drafted))
+        probs = self.scores(logits, drafted)
+        np.exp(probs, out=probs)
         probs /= probs.sum()
         return probs
 
@@ -181,11 +184,17 @@ def _keep_nucleus(scores: Probs, top_p: float) -> None:
 def draw(law: Probs, uniform: float) -> int:
     """Inverse CDF: the first token whose cumulative weight exceeds ``uniform`` (in [0, 1)) of the total.
 
-    ``law`` need not be normalised. Tokens of weight 0 are never drawn.
+    ``law`` need not be normalised. Tokens of weight 0 are never drawn. Summed in blocks: adding up one by one, the
+    numbers wait for each other.
     """
-    cumulative = law.cumsum()
-    token = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    return token if token < law.size else int(np.flatnonzero(law)[-1])
+    upto = np.add.reduceat(law, np.arange(0, law.size, _BLOCK)).cumsum()
+    wanted = uniform * upto[-1]
+    block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
+    first = block * _BLOCK
+    inside = law[first : first + _BLOCK].cumsum()
+    inside += upto[block - 1] if block else 0.0
+    token = first + int(inside.searchsorted(wanted, side="right"))
+    return token if token < first + inside.size else int(np.flatnonzero(law[: first + _BLOCK])[-1])
 
 
 def _not_finite() -> EngineError:

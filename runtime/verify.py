@@ -85,7 +85,10 @@ def block_threshold(weight: float, mass: float) -> float:
 
 def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
     """max(weight p - q, 0), unnormalised."""
-    return np.maximum(weight * p - q, 0.0)
+    rest = weight * p
+    rest -= q
+    positive: Probs = np.maximum(rest, 0.0, out=rest)
+    return positive
 
 
 def residual(p: Probs, q: Probs) -> Probs:

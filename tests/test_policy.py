@@ -169,3 +169,7 @@ def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 0) == 1, "the seven wait for nothing else"
     assert cap([(sure, 16), *[(unsure, 1)] * 2], seconds, 0) == 16
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 12) == 12, "a fixed draft has made the step that wide"
+
+
+def test_a_draft_longer_than_anything_is_expected_of_it_adds_nothing() -> None:
+    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0) == 2
