@@ -12,6 +12,7 @@ from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
 from .cascade import Cascade, Commons, Plan
+from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
@@ -50,15 +51,22 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Engine, draft: Engine | None, *, exact: bool = True, vocabulary: VocabularyMap | None = None
+        self,
+        target: Engine,
+        draft: Engine | None,
+        *,
+        exact: bool = True,
+        costs: Costs | None = None,
+        vocabulary: VocabularyMap | None = None,
     ) -> None:
-        """``vocabulary``: what the draft's ids mean to the target, if they are not the same ids."""
+        """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
+        they are not the same ids."""
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self._model: Drafter | None = None
         if draft is not None:
             vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
             self._model = model_drafter(Stepper(draft, "draft"), vocabulary)
-        self.costs, self._commons = Costs(), Commons()
+        self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
@@ -172,22 +180,38 @@ class Decoder:
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
         plans = self._plan(rows)
+        clock.lap("host")
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
+            lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
-            proposed = self._drafting.propose(rows, lengths)
-            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            proposed = self._drafting.propose(rows, lengths, watch)
+            steps = max(len(draft.tokens) for draft in proposed)
+            self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
 
-    def _plan(self, rows: list[Row]) -> list[Plan]:
-        self._pace.tick()
+    def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
+        """Where every draft of the round may be cut anywhere, how far each may go, and what says when to stop."""
+        if not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
+            return lengths, None
+        if self._drafting is None or not self._drafting.watches:
+            return lengths, None
+        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
+        return (lengths, None) if watch is None else (list(watch.limits), watch)
+
+    def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:
+        """The longest draft of each row, and if it is the draft model's."""
         widest = self._target.engine.spec.max_verify - 1
         limits = [min(row.sequence.room - 1, widest) for row in rows]
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
-        of_model = [min(each) for each in zip(limits, rooms, strict=True)]
+        return limits, [min(each) for each in zip(limits, rooms, strict=True)]
+
+    def _plan(self, rows: list[Row]) -> list[Plan]:
+        self._pace.tick(mean_context(rows))
+        limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
             Plan("model", length=length)
@@ -210,7 +234,7 @@ class Decoder:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
         width = max(self._target.narrowest, *map(len, pieces))
-        self.costs.record_target(len(rows), width, clock.lap("target"))
+        self.costs.record_target(len(rows), width, clock.lap("target"), mean_context(rows))
         return logits
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
@@ -227,7 +251,7 @@ class Decoder:
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            row.policy.observe(verdict.tested, verdict.accepted)
+            row.policy.observe(verdict.tested, verdict.accepted, draft.classes)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted)
         if row.finish_reason is not None and row.cascade is not None:
@@ -256,6 +280,11 @@ class Decoder:
                     live[place] = last
         self.costs.record_host(len(rows), clock.charge([row.stats for row in rows]))
         return live
+
+
+def mean_context(rows: list[Row]) -> int:
+    """Tokens of a row before its step, on average."""
+    return sum(row.sequence.cached for row in rows) // len(rows)
 
 
 def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:

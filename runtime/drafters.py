@@ -10,6 +10,7 @@ import numpy as np
 
 from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
+from .confidence import Watch
 from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -20,15 +21,19 @@ from .vocabulary import VocabularyMap
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter."""
+    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None
     by: str = "model"
+    classes: list[int] = field(default_factory=list)
 
 
 class Drafter(Protocol):
-    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch."""
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
+    whether it asks a Watch when to stop."""
+
+    watches: bool
 
     def reset(self, rows: int) -> None:
         """Forget everything; expect ``rows`` rows."""
@@ -42,8 +47,9 @@ class Drafter(Protocol):
         """The longest draft it can give this row now."""
         ...
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        """Up to lengths[b] tokens for row b; an empty draft where that is 0. Commits nothing."""
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        """Up to lengths[b] tokens for row b, fewer if ``watch`` says so; an empty draft where that is 0. Commits
+        nothing."""
         ...
 
     def observe(self, place: int, accepted: int) -> None:
@@ -62,6 +68,8 @@ class ModelDrafter:
     first step of a draft: there is no extra call. The last drafted token is never fed. A draft ends early where the
     request allows none of the tokens that the draft knows.
     """
+
+    watches = True  # whether it asks a Watch when to stop
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -82,7 +90,7 @@ class ModelDrafter:
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         drafts = [Draft() for _ in rows]
         self._base = [row.sequence.length for row in rows]
         if not any(lengths):
@@ -90,13 +98,16 @@ class ModelDrafter:
         pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
         for step in range(1, max(lengths) + 1):
             logits = self._feed(pending)
-            for row, draft, each, scores in zip(rows, drafts, pending, logits, strict=True):
-                if each:
-                    self._choose(row, draft, scores)
+            for place, (row, draft, each) in enumerate(zip(rows, drafts, pending, strict=True)):
+                if each and self._choose(row, draft, logits[place]) and watch is not None:
+                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
             goes_on = [len(draft.tokens) == step < n for draft, n in zip(drafts, lengths, strict=True)]
-            pending = [draft.tokens[-1:] if more else [] for draft, more in zip(drafts, goes_on, strict=True)]
-            if not any(goes_on):
+            if not any(goes_on) or (watch is not None and not watch.more(step)):
                 break
+            pending = [draft.tokens[-1:] if more else [] for draft, more in zip(drafts, goes_on, strict=True)]
+        if watch is not None:
+            for draft, classes in zip(drafts, watch.classes, strict=True):
+                draft.classes = classes
         return drafts
 
     def observe(self, place: int, accepted: int) -> None:
@@ -112,13 +123,14 @@ class ModelDrafter:
         self._valid[: len(pending)] = [v + len(p) for v, p in zip(valid, pending, strict=True)]
         return logits
 
-    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> None:
+    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
         try:
             token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
         except EngineError:
             if self._vocabulary.identical or not np.isfinite(np.asarray(logits).max()):
                 raise
-            return  # all that the draft can say is banned; the target may know more
+            return False  # all that the draft can say is banned; the target may know more
         draft.tokens.append(token)
         if q is not None:
             draft.q = [*(draft.q or []), q]
+        return True

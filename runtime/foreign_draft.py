@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 
 from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
+from .confidence import Watch
 from .drafters import Draft, ModelDrafter
 from .retokenise import Tokenizers, Transcript
 from .sequence import Row
@@ -60,7 +61,9 @@ class ForeignDrafter(ModelDrafter):
             return 0
         return max(0, self._stepper.engine.spec.max_context + 1 - len(transcript.own))
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+    watches = False  # a string-level draft's tokens are known only at its end
+
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         writers = [self._writer(row, min(n, self.room(row))) for row, n in zip(rows, lengths, strict=True)]
         pending = [self._lacking(place, row) if writers[place] else [] for place, row in enumerate(rows)]
         while any(pending):
@@ -104,7 +107,7 @@ class TokenWriter:
     """Token level: tokens drawn in the target's ids, each fed back as the draft's own."""
 
     def __init__(
-        self, row: Row, length: int, vocabulary: VocabularyMap, choose: Callable[[Row, Draft, LogitRow], None]
+        self, row: Row, length: int, vocabulary: VocabularyMap, choose: Callable[[Row, Draft, LogitRow], bool]
     ) -> None:
         self.draft = Draft()
         self._row, self._length, self._vocabulary, self._choose = row, length, vocabulary, choose

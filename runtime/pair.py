@@ -14,10 +14,13 @@ from typing import Any, overload
 from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
+from .costs import Cost, Costs
 from .decoder import Decoder, Event
 from .settings import DRAFTS, Settings
 from .stats import Stats
 from .text import Codec, TextStream
+from .tuned import read as read_tuned
+from .tuned import this_device
 from .vocabulary import VOCABULARY, VocabularyMap
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -129,11 +132,16 @@ class Pair:
         exact: bool,
         batch_size: int,
         vocabulary: VocabularyMap | None = None,
+        known: Sequence[Cost] = (),
+        note: str = "",
     ) -> None:
-        """Made by ``load``; takes the engines over and closes them."""
+        """Made by ``load``; takes the engines over and closes them. ``known`` is what steps cost on this device by
+        ``tuned.json``; ``note`` says why that file, if there is one, was of no use."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
         self.batch_size, self.vocabulary = batch_size, vocabulary
-        self.decoder = Decoder(target, draft, exact=exact, vocabulary=vocabulary)
+        self.known, self.note = known, note
+        costs = Costs(known) if known else None
+        self.decoder = Decoder(target, draft, exact=exact, costs=costs, vocabulary=vocabulary)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -256,20 +264,18 @@ def load(
     is elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools
     slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
     that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
-    own. ``batch_size`` is the most prompts that run at once. Raises BundleError, EngineError or UsageError.
+    own. ``batch_size`` is the most prompts that run at once. Costs start from what
+    ``leadout tune`` measured on this device. Raises BundleError, EngineError or UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
-    target = open_engine(
-        found.model("target"),
-        provider=provider,
-        threads=cores() if threads is None else threads,
-        variant=variant,
-        exact=exact,
-    )
+    threads = cores() if threads is None else threads
+    where: dict[str, Any] = {"provider": provider, "threads": threads, "variant": variant, "exact": exact}
+    known, note = read_tuned(found, this_device(**where, draft_provider=draft_provider))
+    target = open_engine(found.model("target"), **where)
     try:
         draft = None
         if "draft" in found.manifest.models:
@@ -277,7 +283,8 @@ def load(
     except BaseException:
         target.close()
         raise
-    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size, vocabulary=vocabulary)
+    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary}
+    return Pair(found, codec, target, draft, **made, known=known, note=note)
 
 
 def cores() -> int:

@@ -67,6 +67,8 @@ def command(
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
     with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
+        if pair.note:
+            click.echo(pair.note, err=True)
         if as_json or len(requests) > 1:
             write_batch(pair, requests, given(settings), as_json)
         else:

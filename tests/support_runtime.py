@@ -183,10 +183,10 @@ class FixedCosts(Costs):
             super().record_target(1, width, 1 + per_token * (width - 1))
         super().record_draft(1, 1, per_draft)
 
-    def record_target(self, rows: int, width: int, seconds: float) -> None:
+    def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
         pass
 
-    def record_draft(self, rows: int, steps: int, seconds: float) -> None:
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         pass
 
     def record_host(self, rows: int, seconds: float) -> None:

@@ -186,8 +186,8 @@ def sampled_drafts_have_a_law(monkeypatch: Any = None) -> None:
     assert isinstance(model, foreign_draft.ForeignDrafter)
     propose = model.propose
 
-    def spy(rows: Any, lengths: Any) -> Any:
-        seen.append(propose(rows, lengths))
+    def spy(rows: Any, lengths: Any, watch: Any) -> Any:
+        seen.append(propose(rows, lengths, watch))
         if fed := seen[-1][0].tokens[:-1]:  # what was drafted is fed back in the draft's own ids
             assert draft.decode(model._cached[0][-len(fed) :]) == target.decode(fed)
         return seen[-1]
