@@ -8,7 +8,7 @@
                model.nonpad.onnx  for ragged rows on CUDA    } export.build names them all
                model.onnx.data    the weights
                golden.npz         token rows and top logits from transformers
-      draft/   the same
+      draft/   the same, and [vocabulary.npz: its ids in the target's; tokenizer.json: if it has another]
 
 Reading checks everything: unknown keys, missing files, sizes, SHA-256, and that no path leaves the directory.
 """

@@ -131,10 +131,10 @@ class Bench:
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)
         self.plain = Decoder(plain or pair.target, None, exact=False)
-        self.speculative = Decoder(self.target, self.draft, exact=pair.exact, costs=Costs(pair.known))
-        self.single = Decoder(  # has not seen the batch's answers
-            self.target, self.draft, exact=pair.exact, costs=Costs(pair.known)
-        )
+        shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary}
+        self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
+        # has not seen the batch's answers
+        self.single = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
         self._warm: dict[str, Counter[Step]] = {}  # what had been counted of each side before anything was timed
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:

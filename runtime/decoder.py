@@ -17,7 +17,8 @@ from . import lossy, trees, verify
 from .cascade import Cascade, Commons, Plan
 from .confidence import Watch
 from .costs import Costs
-from .drafters import Draft, Drafter, ModelDrafter
+from .drafters import Draft, Drafter
+from .foreign_draft import model_drafter
 from .noise import Noise, Purpose
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .prefill import prefill
@@ -28,6 +29,7 @@ from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
+from .vocabulary import VocabularyMap
 
 NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
@@ -56,16 +58,28 @@ class Decoder:
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
-    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True, costs: Costs | None = None) -> None:
-        """``costs``: what is known of this device already."""
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine | None,
+        *,
+        exact: bool = True,
+        costs: Costs | None = None,
+        vocabulary: VocabularyMap | None = None,
+    ) -> None:
+        """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
+        they are not the same ids."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self._model: Drafter | None = None
+        self._trees: Drafter | None = None
         if draft is not None:
-            self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
+            vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
+            self._model = model_drafter(Stepper(draft, "draft"), vocabulary)
+            if vocabulary.tokenizers is None:
+                self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
-        self._trees = None if draft is None else TreeDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
 
@@ -152,6 +166,8 @@ class Decoder:
 
     def _check_trees(self, settings: Settings) -> None:
         spec, nodes = self._target.engine.spec, sum(accumulate(settings.branches, mul))
+        if self._model is not None and self._trees is None:
+            raise UsageError("branches: a draft with another tokenizer proposes no trees (without branches it does)")
         for name, engine in self._engines.items():
             if not engine.spec.trees:
                 raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
@@ -212,7 +228,8 @@ class Decoder:
 
     def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
         """Where every draft of the round may be cut anywhere, how far each may go, and what says when to stop."""
-        if self._drafting is self._trees or not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
+        watched = self._drafting is not None and self._drafting.watches
+        if not watched or not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
             return lengths, None
         watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
         return (lengths, None) if watch is None else (list(watch.limits), watch)

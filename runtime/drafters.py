@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
+from ..errors import EngineError
 from .confidence import Watch
 from .prefill import prefill
 from .sampling import Probs
@@ -17,6 +18,7 @@ from .settings import MODEL_DRAFTS
 from .steps import Stepper
 from .trees import ABSENT, path
 from .verify import Verdict
+from .vocabulary import VocabularyMap
 
 
 @dataclass(slots=True)
@@ -51,7 +53,10 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch."""
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
+    whether it asks a Watch when to stop."""
+
+    watches: bool
 
     def reset(self, rows: int) -> None:
         """Forget everything; expect ``rows`` rows."""
@@ -84,12 +89,15 @@ class ModelDrafter:
     """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text.
 
     Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
-    first step of a draft: there is no extra call. The last drafted token is never fed.
+    first step of a draft: there is no extra call. The last drafted token is never fed. A draft ends early where the
+    request allows none of the tokens that the draft knows.
     """
 
-    def __init__(self, stepper: Stepper, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: ids beyond it are ignored, ids the draft lacks never drafted."""
-        self._stepper, self._vocab_size = stepper, vocab_size
+    watches = True  # whether it asks a Watch when to stop
+
+    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
+        """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
+        self._stepper, self._vocabulary = stepper, vocabulary
         self._valid: list[int] = []
         self._base: list[int] = []
 
@@ -112,16 +120,15 @@ class ModelDrafter:
         if not any(lengths):
             return drafts
         pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
-        for step in range(max(lengths)):
+        for step in range(1, max(lengths) + 1):
             logits = self._feed(pending)
-            for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-                if step < lengths[place]:
-                    self._choose(row, draft, logits[place])
-                    if watch is not None:
-                        watch.saw(place, logits[place], draft.tokens[-1])
-            if watch is not None and step + 1 < max(lengths) and not watch.more(step + 1):
+            for place, (row, draft, each) in enumerate(zip(rows, drafts, pending, strict=True)):
+                if each and self._choose(row, draft, logits[place]) and watch is not None:
+                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
+            goes_on = [len(draft.tokens) == step < n for draft, n in zip(drafts, lengths, strict=True)]
+            if not any(goes_on) or (watch is not None and not watch.more(step)):
                 break
-            pending = [draft.tokens[-1:] if step + 1 < n else [] for draft, n in zip(drafts, lengths, strict=True)]
+            pending = [draft.tokens[-1:] if more else [] for draft, more in zip(drafts, goes_on, strict=True)]
         if watch is not None:
             for draft, classes in zip(drafts, watch.classes, strict=True):
                 draft.classes = classes
@@ -136,18 +143,18 @@ class ModelDrafter:
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]
-        logits = self._stepper.last_logits(pending, valid)
+        logits = self._stepper.last_logits([self._vocabulary.tokens(each) for each in pending], valid)
         self._valid[: len(pending)] = [v + len(p) for v, p in zip(valid, pending, strict=True)]
         return logits
 
-    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> None:
-        token, q = row.sampler.propose(self._fit(logits), draft.tokens, row.sequence.length)
+    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
+        try:
+            token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
+        except EngineError:
+            if self._vocabulary.identical or not np.isfinite(np.asarray(logits).max()):
+                raise
+            return False  # all that the draft can say is banned; the target may know more
         draft.tokens.append(token)
         if q is not None:
             draft.q = [*(draft.q or []), q]
-
-    def _fit(self, logits: LogitRow) -> LogitRow:
-        if (missing := self._vocab_size - logits.size) <= 0:
-            row: LogitRow = logits[: self._vocab_size]
-            return row
-        return np.concatenate([logits, np.full(missing, -np.inf, np.float32)])
+        return True

@@ -22,6 +22,7 @@ from .stats import Stats
 from .text import Codec, TextStream
 from .tuned import read as read_tuned
 from .tuned import this_device
+from .vocabulary import VOCABULARY, VocabularyMap
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
 
@@ -137,15 +138,17 @@ class Pair:
         *,
         exact: bool,
         batch_size: int,
+        vocabulary: VocabularyMap | None = None,
         known: Sequence[Cost] = (),
         note: str = "",
     ) -> None:
         """Made by ``load``; takes the engines over and closes them. ``known`` is what steps cost on this device by
         ``tuned.json``; ``note`` says why that file, if there is one, was of no use."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
-        self.batch_size = batch_size
+        self.batch_size, self.vocabulary = batch_size, vocabulary
         self.known, self.note = known, note
-        self.decoder = Decoder(target, draft, exact=exact, costs=Costs(known) if known else None)
+        costs = Costs(known) if known else None
+        self.decoder = Decoder(target, draft, exact=exact, costs=costs, vocabulary=vocabulary)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -312,7 +315,7 @@ def load(
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
-    check_vocabulary(found.manifest, codec)
+    vocabulary = check_vocabulary(found, codec)
     threads = cores() if threads is None else threads
     where: dict[str, Any] = {"provider": provider, "threads": threads, "variant": variant, "exact": exact}
     known, note = read_tuned(found, this_device(**where, draft_provider=draft_provider))
@@ -324,7 +327,8 @@ def load(
     except BaseException:
         target.close()
         raise
-    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size, known=known, note=note)
+    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary}
+    return Pair(found, codec, target, draft, **made, known=known, note=note)
 
 
 def cores() -> int:
@@ -361,11 +365,14 @@ def sampling_defaults(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def check_vocabulary(manifest: Manifest, codec: Codec) -> None:
-    """Raise BundleError unless target, draft and tokenizer agree on the token ids."""
-    sizes = {role: model.vocab_size for role, model in manifest.models.items()}
-    if len(set(sizes.values())) > 1:
-        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
-        raise BundleError(f"draft and target have different vocabularies ({named}); a pair must share its token ids")
+def check_vocabulary(bundle: Bundle, codec: Codec) -> VocabularyMap | None:
+    """The map between the ids of draft and target, if the bundle has one. Raises BundleError unless target, draft and
+    tokenizer agree on the token ids."""
+    sizes = {role: model.vocab_size for role, model in bundle.manifest.models.items()}
     if codec.vocab_size() > sizes["target"]:
         raise BundleError(f"the tokenizer has {codec.vocab_size()} ids, the target only {sizes['target']}")
+    vocabulary = VocabularyMap.read(bundle.model("draft"), sizes["target"], codec) if "draft" in sizes else None
+    if vocabulary is None and len(set(sizes.values())) > 1:
+        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        raise BundleError(f"draft and target have different vocabularies ({named}) and no {VOCABULARY} relates them")
+    return vocabulary

@@ -12,6 +12,7 @@ from ..engines.base import LogitRow
 from ..errors import EngineError, UsageError
 from .noise import Noise, Purpose
 from .settings import Rule, Settings
+from .vocabulary import MappedRow
 
 Probs = NDArray[np.float64]
 
@@ -60,6 +61,10 @@ class Chain:
                 self._seen[token] = True
             if self._counts_tokens:
                 self._counts[token] += 1
+
+    def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
+        """Whether any processor treats tokens differently by their ids at this position."""
+        return not self._raw or self.generated + len(drafted) < self.settings.min_new_tokens
 
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
@@ -156,11 +161,25 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
+        among = isinstance(logits, MappedRow) and self.chain.settings.temperature > 0
+        if among and not self.chain.looks_at_ids(drafted):
+            return self._propose_among(logits, drafted, start)
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         count = len(drafted) + 1
         return draw(q, self.noise.uniforms(start, Purpose.DRAFT, count)[-1]), q
+
+    def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+        """The same from the few logits that a draft gives: the target's other tokens have no chance."""
+        if self.rule == "coupled":
+            scores = self.chain.scores(row.kept, drafted)
+            scores += self.noise.gumbel(start + len(drafted), row.size)[row.ids]
+            return int(row.ids[scores.argmax()]), None
+        law = self.chain.distribution(row.kept, drafted)
+        q = np.zeros(row.size)
+        q[row.ids] = law
+        return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
 
 
 def _keep(scores: Probs, edge: float) -> None:

@@ -24,6 +24,7 @@ class TreeDrafter(ModelDrafter):
     level is never fed.
     """
 
+    watches = False  # its shape is given
     _fed = 0
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
@@ -58,7 +59,9 @@ class TreeDrafter(ModelDrafter):
             if node == ROOT or draft.parents[node] != ABSENT:
                 drafted = [draft.tokens[n] for n in path(draft.parents, node)]
                 first, start = len(draft.tokens), row.sequence.length
-                tokens, q = branch(row.sampler, self._fit(scores), drafted, start, range(first, first + width))
+                tokens, q = branch(
+                    row.sampler, self._vocabulary.row(scores), drafted, start, range(first, first + width)
+                )
             missing = width - len(tokens)
             draft.tokens += tokens + [0] * missing
             draft.parents += [node] * len(tokens) + [ABSENT] * missing
@@ -71,7 +74,8 @@ class TreeDrafter(ModelDrafter):
         for draft in drafts:
             missing = max(0, level.stop - len(draft.tokens))
             parents = [*(draft.parents or []), *[ABSENT] * missing][: level.stop]
-            pieces.append([*draft.tokens, *[0] * missing][level.start : level.stop])
+            nodes = [*draft.tokens, *[0] * missing][level.start : level.stop]
+            pieces.append(self._vocabulary.tokens(nodes))
             sees.append(trees.ancestry(parents, level.stop + 1)[level.start + 1 :, 1:])
         past = [valid + level.start for valid in self._valid[: len(drafts)]]
         return self._stepper.tree_logits(pieces, past, np.stack(sees))

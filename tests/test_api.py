@@ -220,9 +220,9 @@ def test_the_bundle_s_sampling_defaults_apply_unless_given(tokenizer_file: Path)
 def test_different_vocabularies_are_refused(tokenizer_file: Path) -> None:
     codec = Codec(tokenizer_file)
     with pytest.raises(BundleError, match=r"target 512, draft 600"):
-        check_vocabulary(manifest({"target": entry(), "draft": entry(vocab_size=600)}), codec)
+        check_vocabulary(Bundle(Path(), manifest({"target": entry(), "draft": entry(vocab_size=600)})), codec)
     with pytest.raises(BundleError, match="512 ids, the target only 500"):
-        check_vocabulary(manifest({"target": entry(vocab_size=500)}), codec)
+        check_vocabulary(Bundle(Path(), manifest({"target": entry(vocab_size=500)})), codec)
 
 
 def test_what_counts_as_one_prompt() -> None:

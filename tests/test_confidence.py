@@ -10,7 +10,7 @@ import pytest
 from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
 
 from leadout.engines.toy import mixed_law, table_law
-from leadout.runtime import confidence
+from leadout.runtime import confidence, drafters
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime.confidence import PRIOR, Sureness, Watch, sureness
 from leadout.runtime.decoder import Decoder
@@ -133,7 +133,7 @@ def test_they_would_be_biased_if_they_were(rule, monkeypatch):
     monkeypatch.setattr(Decoder, "_watched", space["_watched"])
     monkeypatch.setattr(Watch, "more", lambda self, length: False)
     monkeypatch.setattr(confidence, "_EDGES", (0.5,))
-    propose = decoder_module.ModelDrafter.propose
+    propose = drafters.ModelDrafter.propose
 
     def dropping(self, rows, lengths, watched=None):
         drafts = propose(self, rows, lengths, watched)
@@ -143,5 +143,5 @@ def test_they_would_be_biased_if_they_were(rule, monkeypatch):
                 draft.q.pop()
         return drafts
 
-    monkeypatch.setattr(decoder_module.ModelDrafter, "propose", dropping)
+    monkeypatch.setattr(drafters.ModelDrafter, "propose", dropping)
     assert law_of(monkeypatch, rule) > 1e-3

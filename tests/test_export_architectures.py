@@ -116,7 +116,7 @@ def tiny(name: str, **changes: Any) -> Checkpoint:
 
 def build(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None] = silent) -> Any:
     folder.mkdir()
-    return export_model(checkpoint, folder, "fp32", checkpoint.vocab_size, progress)
+    return export_model(checkpoint, folder, "fp32", progress)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
