@@ -26,6 +26,7 @@ from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
 from .settings import MAX_DRAFT_LENGTH, Settings
+from .siblings import Sample, check_sample
 from .stats import Stats
 from .tuned import processor
 
@@ -121,9 +122,11 @@ class Bench:
     def __init__(
         self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1, plain: Engine | None = None
     ) -> None:
-        """``settings`` as for ``Pair.generate``; ``plain``: what decodes plainly, if not the pair's own target."""
+        """``settings`` as for ``Pair.generate``, but UsageError for draft ``siblings``: each prompt is asked once.
+        ``plain``: what decodes plainly, if not the pair's own target."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
+        check_sample(self.settings, Sample(), 1)
         self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
         self.target = Timed(pair.target)
         self.draft = None if pair.draft is None else Timed(pair.draft)

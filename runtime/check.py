@@ -117,9 +117,11 @@ def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
 
 
 def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None) -> Iterator[Check]:
-    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone."""
+    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone; several
+    answers to one prompt."""
     prompts, bits = ragged(bundle), devices["target"] == "cpu"
-    drafters = [name for name in DRAFTS if name != "none" and (name != "model" or "draft" in bundle.manifest.models)]
+    missing = {"none", "siblings"} if "draft" in bundle.manifest.models else {"none", "siblings", "model"}
+    drafters = [name for name in DRAFTS if name not in missing]
     where: dict[str, Any] = {"provider": devices["target"], "draft_provider": devices["draft"], "threads": threads}
     with load(bundle.path, **where) as pair:
         for title, sampling in (("greedy", {"temperature": 0.0}), ("coupled", {"temperature": 1.0, "seed": 7})):
@@ -131,6 +133,8 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
         if "model" in drafters and pair.target.spec.trees and pair.draft is not None and pair.draft.spec.trees:
             yield check_trees(pair, prompts)
         yield check_batch(pair, prompts, "auto")
+        if bits:
+            yield check_siblings(pair, prompts)
     for variant in graphs(bundle.model("target"), devices["target"]) if bits else []:
         if variant not in ONE_ROW:  # one row only: there is no batch to compare with
             with load(bundle.path, **where, variant=variant) as pair:
@@ -149,11 +153,21 @@ def check_trees(pair: Pair, prompts: list[list[int]]) -> Check:
 def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: bool = False) -> Check:
     """A batch against each alone. With ``bits`` they are the same; "auto" takes the fastest variant for each, and
     differences must be near-ties."""
-    wanted = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
     batch = [result.token_ids for result in pair.generate(prompts, **wanted)]
     alone = answers(pair, prompts, **wanted)
     name = f"greedy: batch against alone, {variant}"
     return same(name, alone, batch) if bits else alike(name, pair, prompts, alone, batch, wanted)
+
+
+def check_siblings(pair: Pair, prompts: list[list[int]]) -> Check:
+    """Four answers to each prompt that draft from each other, against four that draft from nobody."""
+    wanted: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 7, "max_new_tokens": NEW_TOKENS}
+    plain, found = (
+        [result.token_ids for each in pair.generate(prompts, draft=draft, **wanted) for result in each]
+        for draft in ("none", "siblings")
+    )
+    return same("coupled: 4 answers each, draft siblings against none", plain, found)
 
 
 def alike(

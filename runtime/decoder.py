@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -21,9 +20,11 @@ from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
 from .noise import Noise, Purpose
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
+from .prefill import prefill
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import LOSSY, MODEL_DRAFTS, Rule, Settings
+from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
@@ -74,16 +75,19 @@ class Decoder:
         *,
         eos_token_ids: Collection[int] = (),
         stop_matcher_factory: Callable[[int], StopMatcher | None] | None = None,
+        siblings: Items[Sample] | None = None,
     ) -> Iterator[Event]:
         """Decode all requests (prompt ids, settings) as one batch, one Event per request and round.
 
         ``stop_matcher_factory(index)`` gives request ``index`` its matcher: called each round with the new token ids,
-        it answers how many of them to keep, or None to go on. Raises UsageError, ContextError before anything runs;
-        EngineError from any round, after which the decoder can be used again.
+        it answers how many of them to keep, or None to go on. ``siblings`` says of each request which answer to its
+        prompt it is (by default the first, and equal prompts of the batch are a family). Raises UsageError,
+        ContextError before anything runs; EngineError from any round, after which the decoder can be used again.
         """
+        given = samples([prompt for prompt, _ in requests]) if siblings is None else siblings
         rows = [
-            self._admit(index, prompt, settings, eos_token_ids, stop_matcher_factory)
-            for index, (prompt, settings) in enumerate(requests)
+            self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
+            for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
         ]
         if len({row.settings.branches for row in rows}) > 1:
             raise UsageError("branches must be the same for all requests of a batch: their steps are one")
@@ -109,13 +113,14 @@ class Decoder:
         index: int,
         prompt: list[int],
         settings: Settings,
+        sample: Sample,
         eos: Collection[int],
         matchers: Callable[[int], StopMatcher | None] | None,
     ) -> Row:
         spec = self._target.engine.spec
         self._check(prompt, settings)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
-        seed = secrets.randbits(63) if settings.seed is None else settings.seed
+        seed = sample.seed if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
         stop = matchers(index) if matchers is not None else None
         policy = self._policy(settings)
@@ -123,9 +128,9 @@ class Decoder:
             index=index,
             settings=settings,
             sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
-            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed)),
+            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, sample.number)),
             policy=policy,
-            cascade=self._cascade(settings, policy),
+            cascade=self._cascade(settings, policy, sample),
         )
 
     def _check(self, prompt: list[int], settings: Settings) -> None:
@@ -162,11 +167,11 @@ class Decoder:
             return FixedLength(settings.draft_length)
         return AutoLength(self._pace)
 
-    def _cascade(self, settings: Settings, policy: Policy) -> Cascade | None:
+    def _cascade(self, settings: Settings, policy: Policy, sample: Sample) -> Cascade | None:
         if settings.draft in ("model", "none"):
             return None
         model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self._pace, model)
+        return Cascade(settings, self._commons, self._pace, model, sample.family)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1
@@ -174,9 +179,7 @@ class Decoder:
         clock = Clock(self._epoch)
         if rows:
             self._target.engine.reset(len(rows))
-            prompts = [row.sequence.tokens[:-1] for row in rows]
-            if any(prompts):
-                self._target.last_logits(prompts, [0] * len(rows))
+            prefill(self._target, [row.sequence.tokens[:-1] for row in rows])
             for row in rows:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
@@ -273,8 +276,10 @@ class Decoder:
             row.policy.observe(verdict.tested, verdict.accepted, draft.classes)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted, verdict.path)
-        if row.finish_reason is not None and row.cascade is not None:
-            row.cascade.finish(row.sequence.tokens)
+        if row.cascade is not None:
+            row.cascade.take(row.sequence.tokens)
+            if row.finish_reason is not None:
+                row.cascade.finish(row.sequence.tokens)
         row.stats.record(
             drafted=draft.drafted,
             depth=draft.depth,

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..engines.base import LogitRow, Logits
 from .confidence import Watch
+from .prefill import prefill
 from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -99,8 +100,8 @@ class ModelDrafter:
     def prefill(self, rows: Items[Row]) -> None:
         mine = [row.settings.draft in MODEL_DRAFTS and self.room(row) for row in rows]
         prompts = [row.sequence.tokens[:-1] if m else [] for m, row in zip(mine, rows, strict=True)]
-        if any(prompts):
-            self._feed(prompts)
+        prefill(self._stepper, prompts)
+        self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)

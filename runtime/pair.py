@@ -17,6 +17,7 @@ from ..errors import BundleError, UsageError
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
 from .settings import DRAFTS, LOSSY, Settings
+from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
 from .tuned import read as read_tuned
@@ -58,9 +59,10 @@ class Result:
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
     (greedy, coupled) or drawn from the same law (rejection, block), to the last bit: not so in a tree, whose numbers
-    are rounded in another order. ``distance``: how far, on average, the law of a
-    token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
-    if nothing was; ``draft`` says who proposed.
+    are rounded in another order. ``distance``: how far, on average, the law of a token was from the target's (total
+    variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None if nothing was; ``draft`` says who
+    proposed. ``sample`` is its number among the n answers to a prompt: with the same seed it is the same answer
+    whatever n is, and number 0 is the one without n.
     """
 
     text: str
@@ -72,6 +74,7 @@ class Result:
     seed: int | None
     draft: str
     stats: Stats
+    sample: int = 0
 
 
 class Stream(Iterator[Piece]):
@@ -101,6 +104,7 @@ class _Answer:
     """One answer in the making: ids and text that are already given out."""
 
     settings: Settings
+    sample: int
     text: TextStream
     token_ids: list[int] = dataclasses.field(default_factory=list)
     shown: int = 0
@@ -145,22 +149,42 @@ class Pair:
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
-    def generate(self, prompt: str | Request, **settings: Any) -> Result: ...
+    def generate(self, prompt: str | Request, *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[int], **settings: Any) -> Result: ...
+    def generate(self, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[str | Request | Sequence[int]], **settings: Any) -> list[Result]: ...
+    def generate(
+        self, prompt: Sequence[str | Request | Sequence[int]], *, n: None = None, **settings: Any
+    ) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: str | Request, *, n: int, **settings: Any) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[str | Request | Sequence[int]], *, n: int, **settings: Any
+    ) -> list[list[Result]]: ...
 
-    def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
+    def generate(
+        self, prompt: Any, *, n: int | None = None, **settings: Any
+    ) -> Result | list[Result] | list[list[Result]]:
         """Answer one prompt (text, token ids or Request), or a list of them as a batch.
 
+        With ``n`` a list of n answers in place of each: independent samples, each with noise of its own, that share the
+        prompt's cache and may draft from each other. At temperature 0 they would all be the same, and n > 1 is refused.
+
         ``settings`` are the fields of ``Settings``, the command line's options. Raises UsageError for an unknown or
-        illegal one, ContextError for a prompt that does not fit. A batch larger than ``batch_size`` runs in groups.
+        illegal one, ContextError for a prompt that does not fit. More answers than ``batch_size`` run in groups, one
+        after the other: later ones may draft from what the earlier have finished.
         """
-        single = is_single(prompt)
+        single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        results = {index: item for index, item in self._run(prompts, settings) if isinstance(item, Result)}
-        return results[0] if single else [results[index] for index in range(len(prompts))]
+        found = {index: item for index, item in self._run(prompts, settings, each) if isinstance(item, Result)}
+        results = [found[index] for index in range(len(found))]
+        if n is None:
+            return results[0] if single else results
+        answers = [results[at : at + n] for at in range(0, len(results), n)]
+        return answers[0] if single else answers
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
@@ -180,13 +204,19 @@ class Pair:
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
         return settings
 
-    def _run(self, prompts: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Piece | Result]]:
-        """Check everything now, run when iterated: (index of the prompt, what it brought)."""
+    def _run(
+        self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1
+    ) -> Iterator[tuple[int, Piece | Result]]:
+        """Check everything now, run when iterated: (index of the answer, what it brought), n answers a prompt."""
         check_names(given)
-        requests = [self._request(prompt, given) for prompt in prompts]
-        starts = range(0, len(requests), self.batch_size)
-        groups = [self._admit(start, requests[start : start + self.batch_size]) for start in starts]
-        return itertools.chain.from_iterable(groups)
+        asked = [self._request(prompt, given) for prompt in prompts]
+        siblings = samples([token_ids for token_ids, _ in asked], n)
+        requests = [request for request in asked for _ in range(n)]
+        for (_, settings), sample in zip(requests, siblings, strict=True):
+            check_sample(settings, sample, n)
+        groups = [slice(start, start + self.batch_size) for start in range(0, len(requests), self.batch_size)]
+        runs = [self._admit(group.start, requests[group], siblings[group]) for group in groups]
+        return itertools.chain.from_iterable(runs)
 
     def _request(self, prompt: Any, given: Mapping[str, Any]) -> tuple[list[int], Settings]:
         if isinstance(prompt, Request):
@@ -197,15 +227,21 @@ class Pair:
         """The ids of a prompt, given as text or as ids."""
         return self.codec.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
 
-    def _admit(self, start: int, requests: list[tuple[list[int], Settings]]) -> Iterator[tuple[int, Piece | Result]]:
-        """One group; ``start`` is the index of its first prompt. The decoder checks it now and runs when iterated."""
+    def _admit(
+        self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
+    ) -> Iterator[tuple[int, Piece | Result]]:
+        """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
         answers: list[_Answer] = []
         eos = self.bundle.manifest.models["target"].eos_token_ids
         events = self.decoder.decode(
-            requests, eos_token_ids=eos, stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids)
+            requests,
+            eos_token_ids=eos,
+            stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids),
+            siblings=siblings,
         )
-        for ids, settings in requests:
-            answers.append(_Answer(settings, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)))
+        for (ids, settings), sample in zip(requests, siblings, strict=True):
+            text = TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)
+            answers.append(_Answer(settings, sample.number, text))
         return self._answer(start, answers, events)
 
     def _answer(
@@ -230,6 +266,7 @@ class Pair:
             seed=None if answer.settings.temperature == 0 else event.seed,
             draft=answer.settings.draft,
             stats=event.stats,
+            sample=answer.sample,
         )
 
     def forget(self) -> None:
@@ -304,6 +341,8 @@ def is_single(prompt: Any) -> bool:
 
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
+    if "n" in given:
+        raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
     for name in given:
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1)

@@ -11,10 +11,10 @@ from typing import Literal
 
 from ..errors import UsageError
 
-DraftKind = Literal["auto", "model", "suffix", "recycling", "ngram", "none"]
+DraftKind = Literal["auto", "model", "suffix", "siblings", "recycling", "ngram", "none"]
 Rule = Literal["greedy", "coupled", "rejection", "block", "typical", "lenient"]
 
-DRAFTS = ("auto", "model", "suffix", "recycling", "ngram", "none")
+DRAFTS = ("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")
 MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
 RULES = ("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")
 LOSSY = ("typical", "lenient")
@@ -39,11 +39,12 @@ class Settings:
     """How one request is sampled and drafted. Out-of-range values raise UsageError naming field and range.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``draft`` says who proposes: the draft model; text
-    that repeats (``ngram``: in the answer and its prompt; ``suffix``: in earlier requests too); ``recycling``, what
-    the target found likeliest after each token; nobody (``none``); or, with ``auto``, the most promising of model,
-    suffix and recycling, each round. ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule``
-    ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft is deterministic, else block.
-    With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length of ``model`` or ``ngram``.
+    that repeats (``ngram``: in the answer and its prompt; ``suffix``: in earlier requests too; ``siblings``: in other
+    answers of the call to the same prompt); ``recycling``, what the target found likeliest after each token; nobody
+    (``none``); or, with ``auto``, the most promising of model, suffix, siblings and recycling, each round.
+    ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule`` ``auto`` is greedy at temperature 0,
+    else coupled if a seed was given or the draft is deterministic, else block. With ``rejection`` and ``block`` a seed
+    repeats a text only at a fixed draft length of ``model`` or ``ngram``.
     ``branches`` makes the draft model's draft a tree: so many children a node at each depth (up to 16 deep, 64 nodes),
     verified by greedy, coupled or rejection.
     ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and ``lenient`` (with ``leniency``) are lossy, see

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -38,14 +39,18 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
     "--batch-file", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ..., any settings} a line: a batch.'
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
+@click.option(
+    "--n", type=int, metavar="N", help="Answers to each prompt, as samples that share its cache. [default: 1]"
+)
 @options(SETTINGS)
 @options(ENGINE)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object an answer instead of text.")
 def command(
     bundle: str,
     prompts: tuple[str, ...],
     batch_file: str | None,
     batch_size: int,
+    n: int | None,
     as_json: bool,
     provider: str,
     draft_provider: str | None,
@@ -69,8 +74,8 @@ def command(
     with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
-        if as_json or len(requests) > 1:
-            write_batch(pair, requests, given(settings), as_json)
+        if as_json or len(requests) > 1 or n is not None:
+            write_batch(pair, requests, given(settings), as_json, n)
         else:
             write_stream(pair.stream(requests[0], **given(settings)))
 
@@ -91,9 +96,12 @@ def write_stream(stream: Stream) -> None:
     summarise(stream.result)
 
 
-def write_batch(pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool) -> None:
-    """Answer all requests, in order: a JSON object a line, or the texts one after the other."""
-    for result in pair.generate(requests, **settings):
+def write_batch(
+    pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool, n: int | None = None
+) -> None:
+    """Answer all requests (each ``n`` times), in order: a JSON object a line, or the texts one after the other."""
+    answers = pair.generate(requests, n=1 if n is None else n, **settings)
+    for result in itertools.chain.from_iterable(answers):
         click.echo(json.dumps(to_json(result)) if as_json else result.text)
         if not as_json:
             summarise(result)

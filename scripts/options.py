@@ -64,7 +64,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--draft",
         {
-            "type": click.Choice(("auto", "model", "suffix", "recycling", "ngram", "none")),
+            "type": click.Choice(("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")),
             "help": "Who proposes; auto: the most promising, each round. [default: auto]",
         },
     ),

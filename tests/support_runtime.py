@@ -117,7 +117,7 @@ def decode_law(
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda seed: ScriptedNoise(branches))
+            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             patch.setattr(decoder_module, "draw", lambda weights, coin: coin.draw(weights))
             patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
             decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))

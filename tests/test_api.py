@@ -203,7 +203,7 @@ def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any) -> None:
 def test_without_a_draft_model_the_free_ones_draft(tokenizer_file: Path) -> None:
     with make(tokenizer_file, draft=False) as single:
         assert single.generate(PROMPT, max_new_tokens=4).draft == "auto"
-        with pytest.raises(UsageError, match=r"\(possible: auto, suffix, recycling, ngram, none\)"):
+        with pytest.raises(UsageError, match=r"\(possible: auto, suffix, siblings, recycling, ngram, none\)"):
             single.generate(PROMPT, draft="model")
 
 

@@ -23,7 +23,7 @@ from leadout.scripts.cli import COMMANDS, main
 from leadout.scripts.cmd_generate import summarise, write_stream
 from leadout.scripts.options import given
 
-KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "stats"}
+KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "stats", "sample"}
 STATS = {
     "rounds",
     "drafted",

@@ -145,7 +145,10 @@ BAD = [
     ({"stop": "text"}, "stop must be"),
     ({"stop_token_ids": (-4,)}, "token id"),
     ({"seed": -1}, "seed must be an integer from 0"),
-    ({"draft": "medusa"}, r"draft 'medusa' is unknown \(one of: auto, model, suffix, recycling, ngram, none\)"),
+    (
+        {"draft": "medusa"},
+        r"draft 'medusa' is unknown \(one of: auto, model, suffix, siblings, recycling, ngram, none\)",
+    ),
     ({"draft_length": 17}, "draft_length must be an integer from 0 to 16 or 'auto', not 17"),
     ({"draft_length": "long"}, "draft_length"),
     ({"rule": "beam"}, "rule 'beam' is unknown"),
