@@ -108,7 +108,7 @@ class ModelDrafter:
     def prefill(self, rows: Items[Row]) -> None:
         mine = [row.settings.draft in MODEL_DRAFTS and self.room(row) for row in rows]
         prompts = [row.sequence.tokens[:-1] if m else [] for m, row in zip(mine, rows, strict=True)]
-        prefill(self._stepper, prompts)
+        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts])
         self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
