@@ -102,7 +102,7 @@ class Cascade:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
         model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
-        wanted = self._wanted(limit)
+        wanted = self._wanted(limit, rows)
         longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
         for each in self._drafters:
             each.look(tokens, longest, floor)
@@ -125,11 +125,13 @@ class Cascade:
         if self._kind in ("suffix", "auto"):
             self._commons.pool.add(tokens)
 
-    def _wanted(self, limit: int) -> int | None:
-        """The one length that matters: a fixed one, or what the start-up measurement asks of a row without a model."""
-        if self._fixed is not None or self._model is not None:
+    def _wanted(self, limit: int, rows: int) -> int | None:
+        """The one length that matters: a fixed one, or what the start-up measurement asks for (of a row with a model
+        only if that is a step without any draft)."""
+        if self._fixed is not None:
             return self._fixed
-        return self._pace.costs.first_length(limit)
+        first = self._pace.first_length(limit, rows)
+        return first if self._model is None or first == 0 else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
@@ -154,5 +156,5 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, rows)
         promised = self._model.speed(allotted, rows)
-        forced = self._pace.costs.first_length(limit) is not None or promised <= self._model.speed(0, rows)
+        forced = self._pace.first_length(limit, rows) is not None or promised <= self._model.speed(0, rows)
         return allotted, math.inf if forced else promised

@@ -265,14 +265,13 @@ class Decoder:
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
-        width = max(self._target.narrowest, *map(len, pieces))
         if any(draft.parents for draft in drafts):
+            width = max(map(len, pieces))
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
             logits = self._target.tree_logits(pieces, past, sees)
-            clock.lap("target")
-            return logits
-        logits = self._target.all_logits(pieces, past)
-        self.costs.record_target(len(rows), width, clock.lap("target"), mean_context(rows))
+        else:
+            logits = self._target.all_logits(pieces, past)
+        clock.lap("target")
         return logits
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
@@ -282,6 +281,9 @@ class Decoder:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores)
         clock.lap("verify")
+        if not any(draft.parents for draft in drafts):
+            width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))
+            self.costs.record_target(len(rows), width, clock.spent("target", "verify"), mean_context(rows))
         return verdicts
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:

@@ -189,5 +189,8 @@ class FixedCosts(Costs):
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         pass
 
+    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
+        return super().first_length(limit, 1, narrowest)
+
     def record_host(self, rows: int, seconds: float) -> None:
         pass

@@ -141,8 +141,17 @@ def test_the_start_up_measures_each_width_twice():
     while (length := table.first_length(16)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
-    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3]
-    assert Costs().first_length(3) == 2 and Costs().first_length(0) is None
+    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3, 0, 0]
+    assert Costs().first_length(3) == 2 and Costs().first_length(0) == 0
+
+
+def test_a_batch_is_measured_for_itself_at_each_doubling():
+    table, lengths = Costs(), []
+    for rows in (1, 16, 9, 8, 5, 2):
+        while (length := table.first_length(16, rows, narrowest=2)) is not None:
+            lengths.append((rows, length))
+            table.record_target(rows, max(length + 1, 2), 1.0)
+    assert lengths[10:] == [(16, 1), (16, 3), (9, 1), (9, 3), (5, 1), (5, 3), (2, 1), (2, 3)], "no step is narrower"
 
 
 def test_a_round_pays_its_host_and_its_padding():
