@@ -16,6 +16,7 @@ from .settings import MAX_DRAFT_LENGTH
 # doubling of its rows): what rows cost together cannot be told from one.
 _FIRST_ALONE, _FIRST_TOGETHER = ((4, 8, 2, 1, 3, 0), 2), ((1, 0, 3), 1)
 _RECENT = 7
+_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
@@ -65,6 +66,8 @@ class Costs:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
         self._tables: dict[str, dict[tuple[int, int], dict[int, Recent]]] = {}
         self._samples: Counter[tuple[int, int]] = Counter()
+        self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
+        self._round = 0
         self.counts: Counter[Step] = Counter()
         for cost in known:
             self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
@@ -73,7 +76,9 @@ class Costs:
     def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows."""
         self._record(Step("target", rows, context_bucket(past), width), seconds)
+        self._round += 1
         self._samples[rows.bit_length(), width] += 1
+        self._used[rows.bit_length(), width] = self._round
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         if steps:
@@ -102,12 +107,16 @@ class Costs:
         return self._known("host", rows, 0).get(1, 0.0)
 
     def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
-        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done. ``narrowest``:
-        the least width the target steps with."""
+        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
+        it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
+        target steps with."""
         lengths, samples = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
-        seen = self._samples
-        todo = (k for k in lengths if k <= limit and seen[rows.bit_length(), max(k + 1, narrowest)] < samples)
-        return next(todo, None)
+        for length in lengths:
+            place = rows.bit_length(), max(length + 1, narrowest)
+            few = self._samples[place] < samples or self._round - self._used.get(place, 0) > _STALE
+            if length <= limit and few:
+                return length
+        return None
 
     def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each costs now."""

@@ -31,6 +31,7 @@ from .steps import Stepper
 from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
 
+IN_STEP = 2  # committed tokens that a draft in use lacks, at most; what a rested one makes up for is not its price
 NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
 
@@ -219,7 +220,7 @@ class Decoder:
             lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
-            if self._drafting is self._model:
+            if self._drafting is self._model and self._drafting.lag <= IN_STEP:
                 steps = max(len(draft.tokens) for draft in proposed)
                 self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]

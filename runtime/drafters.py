@@ -54,9 +54,11 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop."""
+    whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for.
+    """
 
     watches: bool
+    lag: int
 
     def reset(self, rows: int) -> None:
         """Forget everything; expect ``rows`` rows."""
@@ -94,6 +96,7 @@ class ModelDrafter:
     """
 
     watches = True  # whether it asks a Watch when to stop
+    lag = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -120,6 +123,7 @@ class ModelDrafter:
         if not any(lengths):
             return drafts
         pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
+        self.lag = max(map(len, pending))
         for step in range(1, max(lengths) + 1):
             logits = self._feed(pending)
             for place, (row, draft, each) in enumerate(zip(rows, drafts, pending, strict=True)):

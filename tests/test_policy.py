@@ -145,6 +145,19 @@ def test_the_start_up_measures_each_width_twice():
     assert Costs().first_length(3) == 2 and Costs().first_length(0) == 0
 
 
+def test_a_length_that_was_not_used_for_long_is_measured_anew_once():
+    table = Costs()
+    while (length := table.first_length(16)) is not None:
+        table.record_target(1, length + 1, 9.0)
+    asked = []
+    for _ in range(600):
+        length = table.first_length(16)
+        asked += [] if length is None else [length]
+        table.record_target(1, 1 + (length or 0), 1.0)
+    assert asked == [4, 8, 2, 1, 3] * 2, "no draft at all is used all the time"
+    assert table.target(1)[5] == 1.0, "and outvotes what it was"
+
+
 def test_a_batch_is_measured_for_itself_at_each_doubling():
     table, lengths = Costs(), []
     for rows in (1, 16, 9, 8, 5, 2):
