@@ -162,5 +162,6 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, rows)
         promised = self._model.speed(allotted, rows)
-        forced = self._pace.first_length(limit, rows) is not None or promised <= self._model.speed(0, rows)
+        measured = self._pace.first_length(min(limit, self._model.reach), rows)
+        forced = measured is not None or promised <= self._model.speed(0, rows)
         return allotted, math.inf if forced else promised

@@ -12,7 +12,7 @@ from .settings import MAX_DRAFT_LENGTH
 _FIRST_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
-_FIRST_REST, _LONGEST_REST = 16, 256
+_FIRST_REST, _LONGEST_FIRST_REST, _LONGEST_REST = 16, 64, 256
 _REFRESH = 8
 _PROBE_LENGTH = 2
 
@@ -39,6 +39,10 @@ class Rest:
     def begin(self) -> None:
         """Drafting does not pay now."""
         self._left, self._next = self._next + 1, min(2 * self._next, _LONGEST_REST)
+
+    def restart(self) -> None:
+        """The text is another one: on, but where drafting did not pay before, the first rest is longer."""
+        self._left, self._next = 0, min(self._next, _LONGEST_FIRST_REST)
 
     def end(self) -> None:
         """Drafting pays."""
@@ -107,7 +111,7 @@ class Pace:
 
     def start(self) -> None:
         """New requests begin: the switch is on."""
-        self.rest = Rest()
+        self.rest.restart()
 
     def tick(self, past: int = 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average. Costs change slowly: those looked up serve for 8
@@ -179,7 +183,8 @@ class Pace:
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0 or self.rest.resting:
             return 0
-        if (first := self.first_length(longest, rows)) is not None:
+        reach = max(request.reach for request, _ in requests)
+        if (first := self.first_length(min(longest, reach), rows)) is not None:
             return first
         if self.rest.trying:
             return _PROBE_LENGTH
@@ -252,6 +257,11 @@ class AutoLength:
             self._acceptance.observe(tested, accepted)
             self._pace.acceptance.observe(tested, accepted)
             self.tokens = self._acceptance.expected_tokens()
+
+    @property
+    def reach(self) -> int:
+        """The longest draft of which anything is expected: longer ones need not be measured."""
+        return len(self.tokens) - 1
 
     def speed(self, length: int, rows: int) -> float:
         """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
