@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -29,13 +30,32 @@ from .stats import Stats
 TIMED_STEPS = 9
 
 
+class Watch:
+    """The seconds during which somebody was inside, from however many threads."""
+
+    def __init__(self) -> None:
+        self.seconds = self._since = 0.0
+        self._inside, self._lock = 0, Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since = perf_counter()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self.seconds += perf_counter() - self._since
+
+
 class Timed:
     """An engine whose rounds are timed: a step wider than any draft, or on an empty cache, is a prompt's and not
     counted. Everything else is the engine's own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.seconds = 0.0
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine, self.watch = engine, watch
 
     @property
     def spec(self) -> ModelSpec:
@@ -50,12 +70,10 @@ class Timed:
         return self.engine.capacity
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
-        start = perf_counter()
-        logits = self.engine.forward(tokens, past_lens, logit_index)
-        took = perf_counter() - start
-        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
-            self.seconds += took
-        return logits
+        if tokens.shape[1] > MAX_DRAFT_LENGTH + 1 or not past_lens[0]:
+            return self.engine.forward(tokens, past_lens, logit_index)
+        with self.watch:
+            return self.engine.forward(tokens, past_lens, logit_index)
 
     def reserve(self, capacity: int) -> None:
         self.engine.reserve(capacity)
@@ -109,11 +127,13 @@ class Bench:
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
         self.plain_settings = dataclasses.replace(self.settings, draft="none")
-        self.target = Timed(pair.target)
-        self.draft = None if pair.draft is None else Timed(pair.draft)
+        self.watch = Watch()
+        self.target = Timed(pair.target, self.watch)
+        self.draft = None if pair.draft is None else Timed(pair.draft, self.watch)
         self.plain = Decoder(self.target, None, exact=False)
-        self.speculative = Decoder(self.target, self.draft, exact=pair.exact)
-        self.single = Decoder(self.target, self.draft, exact=pair.exact)  # has not seen the batch's answers
+        self.speculative, self.single = (  # the latter has not seen the batch's answers
+            Decoder(self.target, self.draft, exact=pair.exact, draft_ahead=pair.draft_ahead) for _ in range(2)
+        )
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
@@ -145,13 +165,12 @@ class Bench:
             self._time(self.single, [prompt], self.settings, totals)
 
     def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
-        engines = [engine for engine in (self.target, self.draft) if engine is not None]
-        before, start = sum(engine.seconds for engine in engines), perf_counter()
+        before, start = self.watch.seconds, perf_counter()
         outputs, stats = decode(decoder, group, settings, self.pair)
         wall = perf_counter() - start
         totals.wall += wall
         totals.walls.append(wall)
-        totals.engines += sum(engine.seconds for engine in engines) - before
+        totals.engines += self.watch.seconds - before
         totals.prompt += sum(row.seconds["prefill"] for row in stats)
         totals.stats += stats
         totals.outputs += outputs
@@ -175,6 +194,7 @@ class Bench:
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },
             "by_drafter": speculative.by_drafter(),
+            "draft_ahead": None if (ahead := self.speculative.ahead) is None else ahead.counts(),
             "cost_ms": cost,
             "prompts": len(prompts),
             "batch_size": self.batch_size,

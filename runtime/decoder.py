@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
 from ..engines.base import Engine, Logits
 from ..errors import ContextError, UsageError
 from . import verify
+from .ahead import AheadDrafter
 from .cascade import Cascade, Commons, Plan
 from .costs import Costs
 from .drafters import Draft, Drafter, ModelDrafter
@@ -18,7 +20,7 @@ from .noise import Noise, Purpose
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .sampling import Chain, Probs, Sampler, draw
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import MODEL_DRAFTS, Rule, Settings
+from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
 from .stats import Clock, Stats
 from .steps import Stepper
 
@@ -43,15 +45,21 @@ class Decoder:
     """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
 
     ``exact``: the target never takes a step of width 1, so that every width's numbers are the same bits.
+    ``draft_ahead``: the draft works while the target does ("auto": while that is seen to pay); ``ahead`` is who does.
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
-    def __init__(self, target: Engine, draft: Engine | None, *, exact: bool = True) -> None:
+    def __init__(
+        self, target: Engine, draft: Engine | None, *, exact: bool = True, draft_ahead: DraftAhead = False
+    ) -> None:
         self._target = Stepper(target, "target", narrowest=2 if exact else 1)
-        self._model: Drafter | None = None
-        if draft is not None:
-            self._model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
         self.costs, self._commons = Costs(), Commons()
+        self._model: Drafter | None = None
+        self.ahead: AheadDrafter | None = None
+        if draft is not None:
+            self._model = model = ModelDrafter(Stepper(draft, "draft"), target.spec.vocab_size)
+            if draft_ahead:
+                self._model = self.ahead = AheadDrafter(model, self.costs, measured=draft_ahead == "auto")
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
@@ -170,7 +178,7 @@ class Decoder:
         if self._drafting is not None and any(lengths):
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths)
-            self.costs.record_draft(len(rows), max(lengths), perf_counter() - started)
+            self.costs.record_draft(len(rows), self._drafting.steps, perf_counter() - started)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -201,7 +209,8 @@ class Decoder:
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
-        logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
+        with nullcontext() if self.ahead is None else self.ahead.meanwhile(rows, drafts):
+            logits = self._target.all_logits(pieces, [row.sequence.cached for row in rows])
         width = max(self._target.narrowest, *map(len, pieces))
         self.costs.record_target(len(rows), width, clock.lap("target"))
         return logits

@@ -26,7 +26,10 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch."""
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``steps`` is how many
+    the last proposal took."""
+
+    steps: int
 
     def reset(self, rows: int) -> None:
         """Forget everything; expect ``rows`` rows."""
@@ -65,6 +68,7 @@ class ModelDrafter:
         self._stepper, self._vocab_size = stepper, vocab_size
         self._valid: list[int] = []
         self._base: list[int] = []
+        self.steps = 0
 
     def reset(self, rows: int) -> None:
         self._stepper.engine.reset(rows)
@@ -80,18 +84,26 @@ class ModelDrafter:
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
     def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        drafts = [Draft() for _ in rows]
+        return self.resume(rows, lengths, [Draft() for _ in rows])
+
+    def resume(self, rows: Items[Row], lengths: Items[int], drafts: list[Draft]) -> list[Draft]:
+        """Make drafts[b], which this began after row b's very text, lengths[b] long if it is shorter."""
         self._base = [row.sequence.length for row in rows]
-        if not any(lengths):
-            return drafts
-        pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
-        for step in range(max(lengths)):
+        each = list(zip(rows, lengths, drafts, strict=True))
+        short = [n > len(draft.tokens) for _, n, draft in each]
+        pending = [self._lacking(b, row, draft) if short[b] else [] for b, (row, _, draft) in enumerate(each)]
+        self.steps = max((n - len(draft.tokens) for _, n, draft in each), default=0)
+        for _ in range(self.steps):
             logits = self._feed(pending)
-            for place, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-                if step < lengths[place]:
+            for place, (row, n, draft) in enumerate(each):
+                if len(draft.tokens) < n:
                     self._choose(row, draft, logits[place])
-            pending = [draft.tokens[-1:] if step + 1 < n else [] for draft, n in zip(drafts, lengths, strict=True)]
+            pending = [draft.tokens[-1:] if len(draft.tokens) < n else [] for _, n, draft in each]
         return drafts
+
+    def keep(self, place: int, length: int) -> None:
+        """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
+        self._valid[place] = min(self._valid[place], length)
 
     def observe(self, place: int, accepted: int) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
@@ -99,6 +111,11 @@ class ModelDrafter:
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination] = self._valid[source]
+
+    def _lacking(self, place: int, row: Row, draft: Draft) -> list[int]:
+        """What the cache lacks of the row's text and draft."""
+        valid, length = self._valid[place], row.sequence.length
+        return [*row.sequence.tokens[valid:], *draft.tokens[max(0, valid - length) :]]
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]

@@ -15,7 +15,7 @@ from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
 from .decoder import Decoder, Event
-from .settings import DRAFTS, Settings
+from .settings import DRAFTS, DraftAhead, Settings
 from .stats import Stats
 from .text import Codec, TextStream
 
@@ -119,12 +119,20 @@ class Pair:
     """
 
     def __init__(
-        self, bundle: Bundle, codec: Codec, target: Engine, draft: Engine | None, *, exact: bool, batch_size: int
+        self,
+        bundle: Bundle,
+        codec: Codec,
+        target: Engine,
+        draft: Engine | None,
+        *,
+        exact: bool,
+        batch_size: int,
+        draft_ahead: DraftAhead = False,
     ) -> None:
         """Made by ``load``; takes the engines over and closes them."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
-        self.batch_size = batch_size
-        self.decoder = Decoder(target, draft, exact=exact)
+        self.batch_size, self.draft_ahead = batch_size, draft_ahead
+        self.decoder = Decoder(target, draft, exact=exact, draft_ahead=draft_ahead)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -240,6 +248,7 @@ def load(
     variant: str = "auto",
     exact: bool = True,
     batch_size: int = 16,
+    draft_ahead: DraftAhead = "auto",
 ) -> Pair:
     """Open a bundle for generating.
 
@@ -247,11 +256,17 @@ def load(
     elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools slow
     each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target from steps of width 1, which
     round differently, so that greedy and coupled answers are bit for bit the target's own. ``batch_size`` is the most
-    prompts that run at once. Raises BundleError, EngineError or UsageError.
+    prompts that run at once. ``draft_ahead``: the draft model works on the next round while the target verifies, if one
+    prompt runs (True, False, or "auto": where they do not share a CPU, while it is seen to pay). Raises BundleError,
+    EngineError or UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
+    if draft_ahead not in (True, False, "auto"):
+        raise UsageError(f"draft_ahead must be True, False or 'auto', not {draft_ahead!r}")
     found = Bundle.read(bundle)
+    if draft_ahead is True and "draft" not in found.manifest.models:
+        raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
     codec = Codec(found.path / "tokenizer.json")
     check_vocabulary(found.manifest, codec)
     target = open_engine(
@@ -264,7 +279,9 @@ def load(
     except BaseException:
         target.close()
         raise
-    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size)
+    if draft_ahead == "auto" and {provider, draft_provider or provider} == {"cpu"}:
+        draft_ahead = False
+    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size, draft_ahead=draft_ahead)
 
 
 def cores() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -49,6 +50,12 @@ class Chain:
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
         if self._repeats:
             self._seen[list(prompt)] = True
+
+    def fork(self) -> Chain:
+        """A copy with a history of its own."""
+        other = copy.copy(self)
+        other._seen, other._counts = self._seen.copy(), self._counts.copy()
+        return other
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Take committed tokens into the history."""

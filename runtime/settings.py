@@ -10,6 +10,7 @@ from typing import Literal
 from ..errors import UsageError
 
 DraftKind = Literal["auto", "model", "suffix", "recycling", "ngram", "none"]
+DraftAhead = bool | Literal["auto"]
 Rule = Literal["greedy", "coupled", "rejection", "block"]
 
 DRAFTS = ("auto", "model", "suffix", "recycling", "ngram", "none")

@@ -43,6 +43,7 @@ def command(
     threads: int | None,
     variant: str,
     exact: bool,
+    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Measure the pair in BUNDLE against the fastest plain decode of its target, alternating in one process.
@@ -56,8 +57,8 @@ def command(
         raise UsageError("--batch-size and --limit must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
-    with load(bundle, **where, variant=variant, exact=exact) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
+    with load(bundle, **where, threads=threads, variant=variant, exact=exact) as pair:
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         report = Bench(pair, wanted, batch_size).run(ids, progress)

@@ -52,6 +52,7 @@ def command(
     threads: int | None,
     variant: str,
     exact: bool,
+    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Continue prompts with the pair in BUNDLE.
@@ -65,8 +66,8 @@ def command(
         requests += [Request(**row) for row in read_prompts(batch_file)]
     if not requests:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
-    with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
+    with load(bundle, **where, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
         if as_json or len(requests) > 1:
             write_batch(pair, requests, given(settings), as_json)
         else:
