@@ -9,14 +9,16 @@ from .base import Engine, Logits, ModelSpec, Tokens
 __all__ = ["BUILT", "PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine", "require"]
 
 BUILT = ("tensorrt", "tensorrt-rtx")  # these run an engine that was built for the device
-PROVIDERS = ("cpu", "cuda", *BUILT)
+PASSED_ON = ("ort-tensorrt", "ort-tensorrt-rtx")  # ONNX Runtime hands the graph to TensorRT
+PROVIDERS = ("cpu", "cuda", *BUILT, *PASSED_ON)
 
 
 def open_engine(model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> Engine:
     """Open a model of a bundle for one row (``reset`` for more).
 
     ``provider`` is one of PROVIDERS: cpu and cuda run the bundle's graphs on ONNX Runtime, tensorrt and tensorrt-rtx
-    an engine that was built from them for this device. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a
+    an engine that was built from them for this device, ort-tensorrt and ort-tensorrt-rtx ONNX Runtime's providers of
+    these SDKs. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a
     graph of the bundle, ``auto`` takes the fastest for the provider and the number of rows (an engine has one).
     Raises UsageError for an unknown provider, EngineError if the runtime or the provider is not there.
     """

@@ -9,16 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Model
-from ..errors import EngineError
+from ..errors import EngineError, UsageError
 from .base import LogitArray, Logits, ModelSpec, Tokens
+from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
-from .providers import first_line, open_session
+from .providers import first_line, onnxruntime, open_session
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
+
+
+_WIDEST_GRAPH, _RUNS_TO_RECORD, _MOST_GRAPHS = 32, 3, 256
+_NO_GRAPH = "-1"
 
 
 def bucket(slots: int, variant: str) -> int:
@@ -30,7 +35,11 @@ def bucket(slots: int, variant: str) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device)."""
+    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device).
+
+    A step that may become a CUDA graph has ``options`` that name it, reads device memory that ``uploads`` fill from the
+    arrays, and counts its ``runs``.
+    """
 
     binding: Any
     tokens: Tokens
@@ -40,6 +49,9 @@ class _Step:
     logit_index: Tokens
     offsets: Tokens
     logits: LogitArray | None
+    uploads: list[tuple[int, Tokens]] = dataclasses.field(default_factory=list)
+    options: Any = None
+    runs: int = 0
 
 
 class SlotEngine:
@@ -47,16 +59,22 @@ class SlotEngine:
 
     ``variant`` "auto" takes ``gqa`` for one row on a CPU and ``nonpad`` otherwise (``canonical`` where the bundle
     lacks it); any other name pins that graph. Two variants differ in the last bits of their logits, one variant
-    never differs from itself (widths of 2 and more, any batch, any capacity).
+    never differs from itself (widths of 2 and more, any batch, any capacity). TensorRT's providers take ``canonical``
+    alone: they misread the others in silence.
+
+    On cuda, steps of a shape that comes again run as CUDA graphs (all but prompts) unless ``graphs`` is set to False;
+    ``graph_error`` says why they cannot, and is empty while they can.
     """
 
     def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
+        if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
+            raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
         if variant != "auto":
             model.path(variant)
         entry = model.entry
         self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision)
-        self._sessions: dict[str, Any] = {}
+        self._sessions: dict[tuple[str, bool], Any] = {}
         self._steps: dict[tuple[int, int, int | None], _Step] = {}
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
@@ -64,6 +82,7 @@ class SlotEngine:
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed = False
+        self._graphs, self._recorded, self.graph_error = provider == "cuda", 0, ""
         self.reset(1)
 
     @property
@@ -84,6 +103,19 @@ class SlotEngine:
         return 0 if self._device_logits is None else self._device_logits.bytes_fetched
 
     @property
+    def graphs(self) -> bool:
+        """Whether steps may become CUDA graphs. Setting it forgets those there are."""
+        return self._graphs
+
+    @graphs.setter
+    def graphs(self, wanted: bool) -> None:
+        if wanted and self._provider != "cuda":
+            raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
+        self._graphs = wanted
+        self._forget_steps()
+        self._session = self._open(self._variant)
+
+    @property
     def variant(self) -> str:
         """The name of the graph that runs now."""
         return self._variant
@@ -96,7 +128,9 @@ class SlotEngine:
             used = f"{longest} + {width}"
             raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
         key = (rows, width, None if logit_index is None else logit_index.shape[1])
-        step = self._steps.get(key) or self._prepare(*key)
+        if (step := self._steps.get(key)) is None:
+            with RECORDING.step(records=False):
+                step = self._prepare(*key)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
         np.add(step.past_column, step.offsets, out=step.positions)
@@ -105,9 +139,12 @@ class SlotEngine:
         if logit_index is not None:
             step.logit_index[...] = logit_index
         try:
-            self._session.run_with_iobinding(step.binding)
+            self._run(step)
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+            if step.options is None:
+                raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+            self.graph_error, self.graphs = first_line(error), False
+            return self.forward(tokens, past_lens, logit_index)  # the same slots again
         if step.logits is not None:
             return step.logits
         assert self._device_logits is not None
@@ -117,7 +154,7 @@ class SlotEngine:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
         if capacity <= self._capacity:
             return
-        self._steps.clear()
+        self._forget_steps()
         for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
             self._cache[i] = buffer.grown(bucket(capacity, self._variant))
         self._capacity = bucket(capacity, self._variant)
@@ -165,7 +202,7 @@ class SlotEngine:
 
     def _release(self) -> None:
         """Let go of the cache and of every binding to it."""
-        self._steps.clear()
+        self._forget_steps()
         while self._cache:
             self._cache.pop().close()
 
@@ -182,14 +219,52 @@ class SlotEngine:
             raise EngineError(f"variant 'gqa' takes one row, not {batch}: use variant 'nonpad' or 'auto'")
         if self._pinned != "auto":
             return self._pinned
+        if self._provider not in ("cpu", "cuda"):
+            return "canonical"
         best = "gqa" if batch == 1 and self._provider == "cpu" else "nonpad"
         return best if best in self._model.entry.variants else "canonical"
 
     def _open(self, variant: str) -> Any:
-        if variant not in self._sessions:
-            path = self._model.path(variant)
-            self._sessions[variant] = open_session(path, provider=self._provider, threads=self._threads)
-        return self._sessions[variant]
+        """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
+        if (variant, self._graphs) not in self._sessions:
+            where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
+            try:
+                session = open_session(self._model.path(variant), **where, graphs=self._graphs)
+            except EngineError as error:
+                if not self._graphs:
+                    raise
+                self._graphs, self.graph_error = False, str(error)
+                session = open_session(self._model.path(variant), **where)
+            self._sessions[variant, self._graphs] = session
+        return self._sessions[variant, self._graphs]
+
+    def _run(self, step: _Step) -> None:
+        if step.options is None and not self._graphs:
+            self._session.run_with_iobinding(step.binding)
+            return
+        with RECORDING.step(records=step.options is not None and step.runs < _RUNS_TO_RECORD):
+            for address, array in step.uploads:
+                assert self._cuda is not None
+                self._cuda.upload(address, array)
+                self._cuda.wait()
+            options = step.options or _run_options(_NO_GRAPH)
+            self._session.run_with_iobinding(step.binding, options)
+        step.runs += 1
+
+    def _name_graph(self) -> Any:
+        """Options that name a new graph; None when there are many: a graph lives as long as its session."""
+        if self._recorded >= _MOST_GRAPHS:
+            return None
+        self._recorded += 1
+        return _run_options(str(self._recorded))
+
+    def _forget_steps(self) -> None:
+        for step in self._steps.values():
+            step.binding = None
+            for address, _ in step.uploads:
+                assert self._cuda is not None
+                self._cuda.free(address)
+        self._steps.clear()
 
     def _prepare(self, rows: int, width: int, wanted: int | None) -> _Step:
         """Build the binding of one shape. Logits of all shapes share one buffer: a view lives until the next call."""
@@ -200,12 +275,12 @@ class SlotEngine:
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
         if self._device_logits is not None:
             if self._device_logits.reserve(shape[0] * shape[1]):
-                self._steps.clear()
+                self._forget_steps()
         elif int(np.prod(shape)) > self._flat.size:
             self._flat = np.zeros(shape, np.float32).reshape(-1)
-            self._steps.clear()
+            self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:
-            self._steps.clear()
+            self._forget_steps()
         past_lens = np.zeros(rows, np.int64)
         step = _Step(
             binding=self._session.io_binding(),
@@ -217,6 +292,8 @@ class SlotEngine:
             offsets=np.arange(width, dtype=np.int64),
             logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
         )
+        if self._graphs and width <= _WIDEST_GRAPH:
+            step.options = self._name_graph()
         self._bind(step, rows)
         self._steps[rows, width, wanted] = step
         return step
@@ -229,8 +306,11 @@ class SlotEngine:
             "past_lens": step.past_lens,
             "logit_index": step.logit_index,
         }
-        for name in arrays.keys() & names:
-            _bind_host(step.binding.bind_input, name, arrays[name])
+        for name in sorted(arrays.keys() & names):
+            if step.options is None:
+                _bind_host(step.binding.bind_input, name, arrays[name])
+            else:
+                self._bind_device(step, name, arrays[name])
         if step.logits is not None:
             _bind_host(step.binding.bind_output, "logits", step.logits)
         elif self._device_logits is not None:
@@ -242,6 +322,18 @@ class SlotEngine:
             place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
             step.binding.bind_input(f"past_key_values.{layer}", *place)
             step.binding.bind_output(f"present.{layer}", *place)
+
+    def _bind_device(self, step: _Step, name: str, array: Tokens) -> None:
+        assert self._cuda is not None
+        address = self._cuda.allocate(array.nbytes)
+        step.uploads.append((address, array))
+        step.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
+
+
+def _run_options(graph: str) -> Any:
+    options = onnxruntime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", graph)
+    return options
 
 
 def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:

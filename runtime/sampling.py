@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..engines.base import LogitRow
 from ..errors import EngineError, UsageError
+from .heads import winner
 from .noise import Noise, Purpose
 from .settings import Rule, Settings
 
@@ -65,6 +66,12 @@ class Chain:
                 self._seen[token] = True
             if self._counts_tokens:
                 self._counts[token] += 1
+
+    def is_plain(self, drafted: Sequence[int]) -> bool:
+        """Whether all that happens to the logits after ``drafted`` is the temperature."""
+        settings = self.settings
+        free = self._raw and self.generated + len(drafted) >= settings.min_new_tokens
+        return free and settings.top_k == 0 and settings.top_p == 1.0 and settings.min_p == 0.0
 
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
@@ -136,6 +143,10 @@ class Sampler:
         """
         if self.rule == "greedy":
             return self.chain.best(logits, drafted)
+        if (head := getattr(logits, "top", None)) is not None and self.chain.is_plain(drafted):
+            tops, noise = head(), self.noise.gumbel(position, logits.size)
+            if tops and (token := winner(*tops, self.chain.settings.temperature, noise)) is not None:
+                return token
         return int(self.noisy(logits, drafted, position).argmax())
 
     def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:

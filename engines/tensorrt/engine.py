@@ -83,7 +83,7 @@ class TensorRTEngine:
         finally:
             self.cuda.wait()
         self._bytes_moved += step.bytes
-        return self._logits.logits(rows, wanted, *step.best())
+        return self._logits.logits(rows, wanted, *step.best(), step.tops())
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. All slots there will be are there already."""

@@ -109,6 +109,15 @@ class Step:
         peaks = np.where(np.isfinite(total), answered["top_logits"][..., 0], total)
         return answered["greedy"].astype(np.int64).reshape(-1), peaks.reshape(-1)
 
+    def tops(self) -> tuple[Tokens, NDArray[np.float32]] | None:
+        """Of each position, flat, the ids and logits [R, k] of its largest, largest first; None without that head.
+        Copies, as in ``best``."""
+        answered = self._answered.arrays
+        if "top_ids" not in answered:
+            return None
+        k = answered["top_ids"].shape[-1]
+        return answered["top_ids"].astype(np.int64).reshape(-1, k), answered["top_logits"].reshape(-1, k).copy()
+
     def close(self) -> None:
         """Release its memory and its graph."""
         if self.graph is not None:
