@@ -4,8 +4,8 @@
       leadout.json                the manifest: this file's dataclasses, nothing more
       tokenizer.json  generation_config.json  [tokenizer_config.json  chat_template.jinja]
       target/  model.onnx         the canonical graph (dialect "slots")
-               model.gqa.onnx     for one row on a CPU       } variants: small files that
-               model.nonpad.onnx  for ragged rows, and CUDA  } share one weight blob
+               model.gqa.onnx     for one row on a CPU       } variants: small files that share one weight blob;
+               model.nonpad.onnx  for ragged rows on CUDA    } export.gqa names them all
                model.onnx.data    the weights
                golden.npz         token rows and top logits from transformers
       draft/   the same
@@ -53,10 +53,10 @@ class ModelEntry:
 
     ``dialect`` names the graph's inputs and cache: ``slots`` (ours: a fixed buffer, rows written at ``past_lens``),
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
-    buffer and an attention mask). ``variants`` maps a variant's name to its graph: ``canonical``, ``gqa``, ``nonpad``
-    for slots; ``canonical`` alone for the others. ``parity`` maps the name of a lowering or quantisation to the
-    largest absolute difference of logits found when it was checked. ``files`` are all others in the folder: weight
-    blobs, ``golden.npz``.
+    buffer and an attention mask). ``variants`` maps a variant's name to its graph: ``canonical``, ``gqa``,
+    ``gqa_even``, ``grouped``, ``nonpad`` for slots; ``canonical`` alone for the others. ``parity`` maps the name of a
+    lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all
+    others in the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str

@@ -90,12 +90,12 @@ def main(bundles: tuple[str, ...], count: int, tokens: int) -> None:
             batch_ok, batched = compare(bundle, prompts, tokens, mode, count)
             good &= alone_ok and batch_ok
             pinned = [
-                generate(bundle, prompts, tokens, *MODES[mode], "--variant", "nonpad", "--batch-size", str(size))
+                generate(bundle, prompts, tokens, *MODES[mode], "--variant", "grouped", "--batch-size", str(size))
                 for size in (1, count)
             ]
             same = pinned[0] == pinned[1]
             click.echo(
-                f"{bundle} {mode}, alone against batched, variant nonpad: {'same tokens' if same else 'DIFFERENT'}"
+                f"{bundle} {mode}, alone against batched, variant grouped: {'same tokens' if same else 'DIFFERENT'}"
             )
             good &= same
             if mode == "greedy":

@@ -12,6 +12,11 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]
 LogitArray = NDArray[np.float32]
 
+# Variants of a bundle's graph (export.gqa) that take one row, whose used length is then what attention costs; and those
+# that round alike in steps of every width, one token included.
+ONE_ROW = ("gqa", "gqa_even")
+EVEN = ("gqa_even", "grouped")
+
 
 class LogitRow(Protocol):
     """The float32 logits [vocab_size] of one position, of which a caller takes no more than it needs.
@@ -58,7 +63,8 @@ class ModelSpec:
 
     One step brings at most ``max_step`` tokens a row (a longer prompt goes in pieces), and of at most ``max_verify``
     in a row may all logits be wanted. An engine whose capacity is fixed has max_context + max_verify - 1 slots a row.
-    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds.
+    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
+    meant to round alike (``leadout check`` looks).
     """
 
     vocab_size: int
@@ -66,6 +72,7 @@ class ModelSpec:
     max_step: int = 512
     max_verify: int = 512
     precision: str = "fp32"
+    narrowest: int = 2
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError, UsageError
-from .base import LogitArray, Logits, ModelSpec, Tokens
+from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
@@ -28,8 +28,8 @@ _NO_GRAPH = "-1"
 
 def bucket(slots: int, variant: str) -> int:
     """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
-    (all variants except ``gqa``, which follows the used length) they are small while the cache is."""
-    step = _FINE_BUCKET if variant != "gqa" and slots <= _COARSE_FROM else _COARSE_BUCKET
+    (all variants that take many rows) they are small while the cache is."""
+    step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
     return max(step, -(-slots // step) * step)
 
 
@@ -57,23 +57,31 @@ class _Step:
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
-    ``variant`` "auto" takes ``gqa`` for one row on a CPU and ``nonpad`` otherwise (``canonical`` where the bundle
-    lacks it); any other name pins that graph. Two variants differ in the last bits of their logits, one variant
-    never differs from itself (widths of 2 and more, any batch, any capacity). TensorRT's providers take ``canonical``
-    alone: they misread the others in silence.
+    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (``gqa_even`` if ``exact``), for
+    many ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
+    differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
+    from ``spec.narrowest``).
+    TensorRT's providers take ``canonical`` alone: they misread the others in silence.
 
     On cuda, steps of a shape that comes again run as CUDA graphs (all but prompts) unless ``graphs`` is set to False;
     ``graph_error`` says why they cannot, and is empty while they can.
     """
 
-    def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
+    def __init__(
+        self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
+    ) -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
+        self._exact = exact
         if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
             raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
         if variant != "auto":
             model.path(variant)
         entry = model.entry
-        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision)
+        even = provider == "cpu" and {self._choose(1), self._pinned if variant in ONE_ROW else self._choose(2)} <= {
+            *EVEN
+        }
+        narrowest = 1 if even else 2
+        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision, narrowest=narrowest)
         self._sessions: dict[tuple[str, bool], Any] = {}
         self._steps: dict[tuple[int, int, int | None], _Step] = {}
         self._cache: list[Buffer] = []
@@ -156,7 +164,7 @@ class SlotEngine:
             return
         self._forget_steps()
         for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-            self._cache[i] = buffer.grown(bucket(capacity, self._variant))
+            self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
@@ -175,8 +183,9 @@ class SlotEngine:
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
+        slots = _slots(self._capacity, variant)
         self._cache = [
-            self._zeros((batch, layer.heads, self._capacity, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            self._zeros((batch, layer.heads, slots, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
@@ -215,14 +224,19 @@ class SlotEngine:
         return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
-        if self._pinned == "gqa" and batch > 1:
-            raise EngineError(f"variant 'gqa' takes one row, not {batch}: use variant 'nonpad' or 'auto'")
+        if self._pinned in ONE_ROW and batch > 1:
+            raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'grouped' or 'auto'")
         if self._pinned != "auto":
             return self._pinned
         if self._provider not in ("cpu", "cuda"):
             return "canonical"
-        best = "gqa" if batch == 1 and self._provider == "cpu" else "nonpad"
-        return best if best in self._model.entry.variants else "canonical"
+        if self._provider != "cpu":
+            wanted = ["nonpad"]
+        elif batch > 1:
+            wanted = ["grouped", "nonpad"]
+        else:
+            wanted = ["gqa_even", "grouped", "gqa"] if self._exact else ["gqa", "grouped"]
+        return next((name for name in wanted if name in self._model.entry.variants), "canonical")
 
     def _open(self, variant: str) -> Any:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
@@ -334,6 +348,11 @@ def _run_options(graph: str) -> Any:
     options = onnxruntime().RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)
     return options
+
+
+def _slots(capacity: int, variant: str) -> int:
+    """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
+    return capacity + (variant == "gqa_even")
 
 
 def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:

@@ -69,7 +69,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
         raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
     slots = load.context + load.draft_length
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
-    slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "nonpad")
+    slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "grouped")
     number = _bytes_of_numbers(model, load)
     width = min(CHUNK, load.context)
     hidden = _hidden(model)
@@ -105,7 +105,7 @@ def _weights(model: ModelEntry, load: Load) -> int:
         return _KERNELS + int(rest * size + table * max(size, 2.0))
     stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
     # On a CPU one row and many take two graphs of the bundle, and each session packs the weights for itself.
-    packed_twice = load.provider == "cpu" and load.batch > 1 and {"gqa", "nonpad"} <= set(model.variants)
+    packed_twice = load.provider == "cpu" and load.batch > 1 and "gqa" in model.variants
     return stored * (2 if packed_twice else 1)
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import onnx_ir as ir
 
 from ..bundle import FileEntry, Model, ModelEntry, file_entry
-from ..engines import open_engine
+from ..engines import ONE_ROW, open_engine
 from ..errors import UsageError
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
 from .golden import Truth, compute_truth, save_golden
 from .pairing import same_vocabulary
 from .parity import ImprecisionError, measure
-from .passes import pack, simplify, to_gqa, to_nonpad
+from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
 from .writing import aside, destination, write_manifest
 
@@ -32,7 +32,12 @@ PRECISIONS = ("fp32", "fp16", "int8", "int4")
 # at every step: the fewest bytes win, unless the pair is made for a GPU.
 DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int4"}
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
-VARIANTS: dict[str, Callable[[ir.Model], int]] = {"gqa": to_gqa, "nonpad": to_nonpad}
+VARIANTS: dict[str, Callable[[ir.Model], int]] = {
+    "gqa": to_gqa,
+    "gqa_even": to_gqa_even,
+    "grouped": to_grouped,
+    "nonpad": to_nonpad,
+}
 Progress = Callable[[str], None]
 
 
@@ -183,7 +188,7 @@ class _Checks:
         entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
         engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
         try:
-            parity = measure(self.truth, engine, batched=variant != "gqa")
+            parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
         finally:
             engine.close()
         self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")

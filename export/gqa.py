@@ -1,4 +1,5 @@
-"""Which node attention becomes on ONNX Runtime: GroupQueryAttention for one row, lengths instead of masks for many."""
+"""Which node attention becomes on ONNX Runtime: GroupQueryAttention for one row, grouped queries or lengths instead of
+masks for many; and whether a step of one token rounds like every other (``padding``)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
+from .padding import Padding
 from .rewrite import CONTRIB, Array, constant, dims, evaluate, made_by, node, sources, swap, sweep
 
 _PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
@@ -23,24 +25,50 @@ class _Layer:
     window: int | None
 
 
-def to_gqa(model: ir.Model) -> int:
+def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     """TensorScatter x2 + Attention -> GroupQueryAttention, rotary inside, in place: right for ONE row only.
 
     Packed q/k/v go in as one value; sums before norms are fused with them. A layer that is no causal or sliding-window
     attention of equal key and value widths stays as it is and stays right. Returns how many layers became one node:
     at 0 (falcon, bloom: no Attention node at all) the variant is worth nothing and should not be shipped.
+
+    ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows; it writes a slot
+    more. Returns 0 where a layer is left that does not.
     """
-    layers = _layers(model)
+    layers = [v for v in _layers(model) if dims(v.attention.inputs[0])[-1] == dims(v.value.inputs[0])[-1]]
+    padding = Padding(model) if even else None
     if layers:
-        total, last = _lengths(model)
-    done = 0
-    for index, layer in enumerate(layers):
-        if dims(layer.attention.inputs[0])[-1] == dims(layer.value.inputs[0])[-1]:
-            _fuse_attention(model, layer, index, total, last)
-            done += 1
+        lengths = _lengths(model, padding)
+    for layer in layers:
+        _fuse_attention(model, layer, lengths, padding)
     fuse_skip_norm(model)
     sweep(model)
-    return done
+    return 0 if even and len(layers) < _cached_layers(model) else len(layers)
+
+
+def to_gqa_even(model: ir.Model) -> int:
+    """``to_gqa`` with ``even``."""
+    return to_gqa(model, even=True)
+
+
+def to_grouped(model: ir.Model) -> int:
+    """Attention over all query heads that share keys as over one head with so many times the rows, in place.
+
+    Ragged rows, and all widths give the same bits: no product inside has one row only (where every query head has keys
+    of its own, one is added). A head's keys are packed once for its group: no slower than ``to_nonpad`` on a CPU.
+    Returns how many layers changed, 0 where one is left.
+    """
+    layers = [n for n in model.graph if n.op_type == "Attention" and _groupable(n)]
+    padding = Padding(model)
+    masks: dict[int, ir.Value] = {}
+    for old in layers:
+        if dims(old.inputs[0])[1] > dims(old.inputs[1])[1]:
+            _group(model, old, masks)
+        else:
+            _accompany(model, old, padding)
+    fuse_skip_norm(model)
+    sweep(model)
+    return 0 if len(layers) < _cached_layers(model) else len(layers)
 
 
 def to_nonpad(model: ir.Model) -> int:
@@ -133,18 +161,59 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     return True, None if width == _PROBED_SLOTS else width
 
 
-def _lengths(model: ir.Model) -> tuple[ir.Value, ir.Value]:
-    """GroupQueryAttention's two lengths: slots used after this step (a scalar), and that less one (per row)."""
+def _cached_layers(model: ir.Model) -> int:
+    return sum(str(v.name).endswith(".key") for v in model.graph.inputs)
+
+
+def _groupable(attention: ir.Node) -> bool:
+    """One mask for all heads, and nothing after it."""
+    inputs = attention.inputs
+    return len(inputs) == 4 and inputs[3] is not None and dims(inputs[3])[1:2] == (1,) and len(dims(inputs[3])) == 4
+
+
+def _group(model: ir.Model, old: ir.Node, masks: dict[int, ir.Value]) -> None:
+    """Query heads that share keys become rows of one head. ``masks``: the widened ones, by the mask they came from."""
+    query, key, value, mask = old.inputs[:4]
+    (_, heads, _, head_dim), kv_heads, value_dim = dims(query), dims(key)[1], dims(value)[-1]
+    if id(mask) not in masks:
+        masks[id(mask)] = node(model, old, "Concat", [mask] * (heads // kv_heads), axis=2)
+    rows = constant(model, f"grouped.{kv_heads}x{head_dim}", np.array([0, kv_heads, -1, head_dim], np.int64))
+    apart = constant(model, f"grouped.{heads}x{value_dim}", np.array([0, heads, -1, value_dim], np.int64))
+    output = _attend(model, old, node(model, old, "Reshape", [query, rows]), masks[id(mask)])
+    _replace(model, old, node(model, old, "Reshape", [output, apart]))
+
+
+def _accompany(model: ir.Model, old: ir.Node, padding: Padding) -> None:
+    """Every query head has keys of its own: a row alone gets a second one."""
+    output = _attend(model, old, padding.add(old, old.inputs[0], 2), padding.add(old, old.inputs[3], 2))
+    _replace(model, old, padding.remove(old, output, 2))
+
+
+def _attend(model: ir.Model, old: ir.Node, query: ir.Value, mask: ir.Value) -> ir.Value:
+    new = ir.Node("", "Attention", [query, *old.inputs[1:3], mask], list(old.attributes.values()))
+    model.graph.insert_before(old, new)
+    return new.outputs[0]
+
+
+def _replace(model: ir.Model, old: ir.Node, output: ir.Value) -> None:
+    swap(old.outputs[0], output)
+    model.graph.remove(old, safe=True)
+
+
+def _lengths(model: ir.Model, padding: Padding | None) -> tuple[ir.Value, ir.Value]:
+    """GroupQueryAttention's two lengths: slots used after this step less one (per row), and the most (a scalar)."""
     inputs = {v.name: v for v in model.graph.inputs}
-    first = next(iter(model.graph))
-    width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
+    first = next(iter(model.graph)) if padding is None else padding.end
+    width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2) if padding is None else padding.padded
     total = node(model, first, "Add", [inputs["past_lens"], width])
     total = node(model, first, "Cast", [total], to=int(ir.DataType.INT32))
     last = node(model, first, "Sub", [total, constant(model, "gqa.one", np.array(1, np.int32))])
-    return node(model, first, "ReduceMax", [total], keepdims=0), last
+    return last, node(model, first, "ReduceMax", [total], keepdims=0)
 
 
-def _fuse_attention(model: ir.Model, layer: _Layer, index: int, total: ir.Value, last: ir.Value) -> None:
+def _fuse_attention(
+    model: ir.Model, layer: _Layer, lengths: tuple[ir.Value, ir.Value], padding: Padding | None
+) -> None:
     old, past_key, past_value = layer.attention, layer.key.inputs[0], layer.value.inputs[0]
     heads, head_dim = dims(old.inputs[0])[1], dims(old.inputs[0])[-1]
     attributes = {"num_heads": heads, "kv_num_heads": dims(past_key)[1]}
@@ -157,10 +226,15 @@ def _fuse_attention(model: ir.Model, layer: _Layer, index: int, total: ir.Value,
         attributes |= {"do_rotary": 1, "rotary_interleaved": interleaved.as_int() if interleaved is not None else 0}
     flat = _packed([_flat(model, old, v) for v in (query, key, layer.value.inputs[1])])
     angles = list(rotary.inputs[1:4]) if rotary is not None else []
-    inputs = [*flat, past_key, past_value, last, total, *angles]
+    if padding is not None:
+        flat = [value if value is None else padding.add(old, value, 1) for value in flat]
+        angles = [*angles[:2], *(padding.add(old, positions, 1) for positions in angles[2:])]
+    inputs = [*flat, past_key, past_value, *lengths, *angles]
     output, present_key, present_value = node(
         model, old, "GroupQueryAttention", inputs, outputs=3, domain=CONTRIB, **attributes
     )
+    if padding is not None:
+        output = padding.remove(old, output, 1)
     batch, _, width, _ = dims(old.outputs[0])
     output.shape, output.dtype = ir.Shape([batch, width, heads * head_dim]), old.outputs[0].dtype
     swap(layer.key.outputs[0], present_key)

@@ -1,4 +1,4 @@
-"""How a captured graph is tidied and packed, and stays canonical; to_gqa and to_nonpad come from gqa.py."""
+"""How a captured graph is tidied and packed, and stays canonical; the variants come from gqa.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from .gqa import to_gqa, to_nonpad
+from .gqa import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .rewrite import Array, array_of, constant, dims, evaluate, made_by, node, only_user, sources, swap, sweep
 
-__all__ = ["pack", "simplify", "to_gqa", "to_nonpad"]
+__all__ = ["pack", "simplify", "to_gqa", "to_gqa_even", "to_grouped", "to_nonpad"]
 
 _LARGEST_TABLE = 1 << 26  # bytes of one cos or sin table; above, the graph goes on computing them
 _PADDING = 128  # rows beyond the context: a last step may be padded past it, and GroupQueryAttention wants them there

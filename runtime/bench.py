@@ -1,7 +1,8 @@
 """What speculation is worth here: the fastest plain decode against the pair, alternating in one process.
 
 Both sides are timed after the prompt is in; ``speedup_with_prompt`` counts the prompt too. The plain side is never
-slowed: width 1, exactness off, the fastest graph variant for its number of rows.
+slowed: width 1, exactness off, the fastest graph variant for its number of rows (opened beside the pair's, if exactness
+asks for another).
 """
 
 from __future__ import annotations
@@ -122,15 +123,17 @@ Group = list[list[int]]
 class Bench:
     """One measurement of one pair: ``run`` gives the report that `leadout bench --json` prints."""
 
-    def __init__(self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1) -> None:
-        """``settings`` as for ``Pair.generate``."""
+    def __init__(
+        self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1, plain: Engine | None = None
+    ) -> None:
+        """``settings`` as for ``Pair.generate``; ``plain``: what decodes plainly, if not the pair's own target."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
         self.plain_settings = dataclasses.replace(self.settings, draft="none")
         self.watch = Watch()
         self.target = Timed(pair.target, self.watch)
         self.draft = None if pair.draft is None else Timed(pair.draft, self.watch)
-        self.plain = Decoder(self.target, None, exact=False)
+        self.plain = Decoder(plain or pair.target, None, exact=False)
         self.speculative, self.single = (  # the latter has not seen the batch's answers
             Decoder(self.target, self.draft, exact=pair.exact, draft_ahead=pair.draft_ahead) for _ in range(2)
         )
@@ -226,7 +229,7 @@ class Bench:
         """Milliseconds a step (medians) in the middle of this group's answers, by what a round needs."""
         rows = len(group)
         past = np.array([len(prompt) + self.settings.max_new_tokens // 2 for prompt in group], np.int64)
-        narrowest = 2 if self.pair.exact else 1
+        narrowest = self.pair.target.spec.narrowest if self.pair.exact else 1
         widths = sorted({1, max(drafts, narrowest), max(drafts + 1, narrowest)})
         target = {width: step_ms(self.pair.target, rows, width, past) for width in widths}
         drafting = self.settings.draft in MODEL_DRAFTS

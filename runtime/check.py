@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
-from ..engines import BUILT, PASSED_ON, Engine, Tokens, open_engine
+from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.golden import Golden
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, cores, load
 from .settings import DRAFTS, Settings
 
-WIDTHS = range(2, 10)
+WIDEST = 9
 NEW_TOKENS = 24
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
@@ -96,13 +96,14 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
 
 
 def check_widths(name: str, engine: Engine, tokens: Tokens, slack: float = 0.0) -> Check:
-    """Feed one row in steps of every width >= 2: the same bits must come, or no more than ``slack`` apart. [1, T]."""
-    widths = [width for width in WIDTHS if width <= engine.spec.max_verify]
+    """Feed one row in steps of every width that is meant to round alike: the same bits must come, or no more than
+    ``slack`` apart. [1, T]."""
+    widths = range(engine.spec.narrowest, min(WIDEST, engine.spec.max_verify) + 1)
     reference = stepped(engine, tokens, widths[0])
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width)).max()) for width in widths[1:]}
     differing = ", ".join(f"{width} (by {apart[width]:.1e})" for width in apart if apart[width] != 0.0)
     ok = all(value <= slack for value in apart.values())
-    return Check(f"{name} 2 to {widths[-1]}", ok, f"differ: {differing}" if differing else "one bit pattern")
+    return Check(f"{name} {widths[0]} to {widths[-1]}", ok, f"differ: {differing}" if differing else "one bit pattern")
 
 
 def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
@@ -130,7 +131,7 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
                 yield same(name, alone, found) if bits else alike(name, pair, prompts, alone, found, wanted)
         yield check_batch(pair, prompts, "auto")
     for variant in graphs(bundle.model("target"), devices["target"]) if bits else []:
-        if variant != "gqa":  # one row only: there is no batch to compare with
+        if variant not in ONE_ROW:  # one row only: there is no batch to compare with
             with load(bundle.path, **where, variant=variant) as pair:
                 yield check_batch(pair, prompts, variant, bits=True)
 

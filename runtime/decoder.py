@@ -44,7 +44,8 @@ class Event:
 class Decoder:
     """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
 
-    ``exact``: the target never takes a step of width 1, so that every width's numbers are the same bits.
+    ``exact``: the target takes no step narrower than all of its widths round alike, so that every draft length's
+    numbers are the same bits.
     ``draft_ahead``: the draft works while the target does ("auto": while that is seen to pay); ``ahead`` is who does.
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
@@ -52,7 +53,7 @@ class Decoder:
     def __init__(
         self, target: Engine, draft: Engine | None, *, exact: bool = True, draft_ahead: DraftAhead = False
     ) -> None:
-        self._target = Stepper(target, "target", narrowest=2 if exact else 1)
+        self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self.costs, self._commons = Costs(), Commons()
         self._model: Drafter | None = None
         self.ahead: AheadDrafter | None = None

@@ -27,7 +27,7 @@ NEAR_TIE = {"fp32": 2e-3, "fp16": 5e-2, "bf16": 2e-1, "int8": 2e-1, "int4": 2e-1
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
     """The first difference: its position among the new tokens, the margin between the two choices (in what the rule
-    takes the largest of, from the target at width >= 2: logits, or for ``coupled`` scores with their noise), and
+    takes the largest of, from the target: logits, or for ``coupled`` scores with their noise), and
     whether that is a near-tie."""
 
     position: int
@@ -70,4 +70,4 @@ def _noisy(
 def last_logits(engine: Engine, token_ids: Sequence[int]) -> NDArray[np.float32]:
     """Logits after ``token_ids`` [vocab_size], on an empty cache."""
     engine.reset(1)
-    return np.array(Stepper(engine, "target", narrowest=2).last_logits([token_ids], [0])[0])
+    return np.array(Stepper(engine, "target", narrowest=engine.spec.narrowest).last_logits([token_ids], [0])[0])

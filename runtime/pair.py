@@ -252,13 +252,13 @@ def load(
 ) -> Pair:
     """Open a bundle for generating.
 
-    ``provider`` says where the models run (``engines.PROVIDERS``), ``draft_provider`` where the draft does if that is
-    elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools slow
-    each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target from steps of width 1, which
-    round differently, so that greedy and coupled answers are bit for bit the target's own. ``batch_size`` is the most
-    prompts that run at once. ``draft_ahead``: the draft model works on the next round while the target verifies, if one
-    prompt runs (True, False, or "auto": where they do not share a CPU, while it is seen to pay). Raises BundleError,
-    EngineError or UsageError.
+    ``provider`` says where the models run (``engines.PROVIDERS``), ``draft_provider`` where the draft does if that
+    is elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools
+    slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
+    that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
+    own. ``batch_size`` is the most prompts that run at once. ``draft_ahead``: while one prompt runs, the draft model
+    works on the next round as the target verifies (True, False, or "auto": while that is seen to pay, and never where
+    both run on the CPU). Raises BundleError, EngineError or UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
@@ -270,7 +270,11 @@ def load(
     codec = Codec(found.path / "tokenizer.json")
     check_vocabulary(found.manifest, codec)
     target = open_engine(
-        found.model("target"), provider=provider, threads=cores() if threads is None else threads, variant=variant
+        found.model("target"),
+        provider=provider,
+        threads=cores() if threads is None else threads,
+        variant=variant,
+        exact=exact,
     )
     try:
         draft = None

@@ -50,8 +50,12 @@ def command(
 
     The plain side takes steps of width 1 with exactness off. Greedy unless --temperature is given.
     """
+    from contextlib import closing, nullcontext
+    from functools import partial
+
+    from ..engines import open_engine
     from ..runtime.bench import Bench
-    from ..runtime.pair import load
+    from ..runtime.pair import cores, load
 
     if batch_size < 1 or (limit is not None and limit < 1):
         raise UsageError("--batch-size and --limit must be at least 1")
@@ -61,7 +65,11 @@ def command(
     with load(bundle, **where, threads=threads, variant=variant, exact=exact) as pair:
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
-        report = Bench(pair, wanted, batch_size).run(ids, progress)
+        # Exactness has a graph of its own where it needs no wider steps: the plain side then runs the bare one.
+        bare = exact and pair.target.spec.narrowest == 1
+        opened = partial(open_engine, provider=provider, threads=threads or cores(), variant=variant)
+        with closing(opened(pair.bundle.model("target"))) if bare else nullcontext() as plain:
+            report = Bench(pair, wanted, batch_size, plain).run(ids, progress)
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else table(report))
 

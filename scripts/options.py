@@ -95,7 +95,7 @@ ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
     (
         "--exact/--no-exact",
-        {"default": True, "show_default": True, "help": "Keep off steps of width 1 (they round apart)."},
+        {"default": True, "show_default": True, "help": "Every step rounds alike, whatever its width."},
     ),
     (
         "--draft-ahead",

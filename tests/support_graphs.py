@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
-from leadout.export.passes import pack, simplify, to_gqa, to_nonpad
+from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.quantize import quantize
 
 Array = NDArray[Any]
+
+LOWERINGS = {"gqa": to_gqa, "gqa_even": to_gqa_even, "grouped": to_grouped, "nonpad": to_nonpad}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,7 @@ def write(c: Shape, folder: Path, precision: str = "fp32") -> Model:
         quantize(model, precision)
     ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
     variants = {"canonical": file_entry(folder / "model.onnx")}
-    for name, lower in (("gqa", to_gqa), ("nonpad", to_nonpad)):
+    for name, lower in LOWERINGS.items():
         variant = ir.load(folder / "model.onnx")
         if lower(variant):
             ir.save(variant, folder / f"model.{name}.onnx")

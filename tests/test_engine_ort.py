@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support_graphs import Shape, reference, tokens, write
+from support_graphs import LOWERINGS, Shape, reference, tokens, write
 
 from leadout.bundle import Model
 from leadout.engines import open_engine, providers
+from leadout.engines.base import EVEN
 from leadout.engines.ort import SlotEngine, bucket
 from leadout.errors import BundleError, EngineError, UsageError
 
@@ -46,11 +48,11 @@ def test_it_computes_the_model_and_picks_its_variant(engine: SlotEngine) -> None
     assert engine.variant == "gqa" and engine.spec.vocab_size == C.vocab
     assert np.abs(engine.forward(row, START)[0] - reference(C, row[0])).max() < 2e-5
     engine.reset(2)
-    assert engine.variant == "nonpad" and engine.batch == 2
+    assert engine.variant == "grouped" and engine.batch == 2 and engine.spec.narrowest == 2
     assert np.abs(engine.forward(np.repeat(row, 2, 0), at(0, 0))[1] - reference(C, row[0])).max() < 2e-5
 
 
-@pytest.mark.parametrize("variant", ["canonical", "gqa", "nonpad"])
+@pytest.mark.parametrize("variant", ["canonical", *LOWERINGS])
 def test_the_cache_is_written_in_place(models: dict[str, Model], variant: str) -> None:
     engine = SlotEngine(models["fp32"], variant=variant)
     buffers = cache(engine)
@@ -65,7 +67,7 @@ def test_the_cache_is_written_in_place(models: dict[str, Model], variant: str) -
     engine.close()
 
 
-@pytest.mark.parametrize("variant", ["gqa", "nonpad"])
+@pytest.mark.parametrize("variant", LOWERINGS)
 def test_rolling_back_is_saying_less(models: dict[str, Model], variant: str) -> None:
     engine = SlotEngine(models["fp32"], variant=variant)
     row = tokens(C, 1, 24)
@@ -78,12 +80,13 @@ def test_rolling_back_is_saying_less(models: dict[str, Model], variant: str) -> 
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("variant", ["canonical", "gqa", "nonpad"])
-def test_every_width_from_two_gives_the_same_bits(models: dict[str, Model], precision: str, variant: str) -> None:
+@pytest.mark.parametrize("variant", ["canonical", *LOWERINGS])
+def test_every_width_gives_the_same_bits(models: dict[str, Model], precision: str, variant: str) -> None:
     engine = SlotEngine(models[precision], variant=variant)
     row = tokens(C, 1, 40)
     wanted = engine.forward(row, START)[0].copy()
-    for width in range(2, 10):
+    assert engine.spec.narrowest == (1 if variant in EVEN else 2)
+    for width in range(engine.spec.narrowest, 10):
         for start in range(0, 40, width):
             piece = row[:, min(start, 40 - width) :][:, :width]
             first = min(start, 40 - width)
@@ -97,7 +100,7 @@ def test_ragged_rows_equal_each_row_alone(models: dict[str, Model], precision: s
     rows = tokens(C, 3, 32)
     alone = []
     for row, length in zip(rows, lengths, strict=True):
-        single = SlotEngine(models[precision], variant="nonpad")
+        single = SlotEngine(models[precision], variant="grouped")
         single.forward(row[None, :length], START)
         alone.append(single.forward(row[None, length : length + width], at(length))[0].copy())
     engine = SlotEngine(models[precision])
@@ -105,6 +108,29 @@ def test_ragged_rows_equal_each_row_alone(models: dict[str, Model], precision: s
     engine.forward(rows[:, :17], at(0, 0, 0), np.array([[16], [2], [8]]))
     new = np.stack([row[n : n + width] for row, n in zip(rows, lengths, strict=True)])
     assert np.array_equal(engine.forward(new, lengths), alone)
+
+
+def test_exactness_asks_for_the_variants_that_round_alike(models: dict[str, Model], tmp_path: Path) -> None:
+    engine = open_engine(models["fp32"], exact=True)
+    assert engine.variant == "gqa_even" and engine.spec.narrowest == 1  # type: ignore[attr-defined]
+    engine.reset(2)
+    assert engine.variant == "grouped"  # type: ignore[attr-defined]
+    older = write(C, tmp_path)
+    kept = {name: older.entry.variants[name] for name in ("canonical", "gqa", "nonpad")}
+    old = SlotEngine(Model(older.folder, dataclasses.replace(older.entry, variants=kept)), exact=True)
+    assert old.variant == "gqa" and old.spec.narrowest == 2
+
+
+def test_a_step_of_one_token_has_a_slot_to_spare(models: dict[str, Model]) -> None:
+    engine, wide = SlotEngine(models["fp32"], variant="gqa_even"), SlotEngine(models["fp32"], variant="gqa_even")
+    row = tokens(C, 1, 320)
+    wanted = wide.forward(row, START)[0, -1].copy()
+    engine.forward(row[:, :319], START)
+    engine._capacity = 320  # as if the bucket ended here
+    assert all(b.shape[2] == wide.capacity + 1 for b in cache(engine))
+    assert np.array_equal(engine.forward(row[:, 319:], at(319))[0, 0], wanted)
+    with pytest.raises(EngineError, match=r"320 \+ 1 tokens exceed the cache"):
+        engine.forward(row[:, -1:], at(320))
 
 
 def test_logits_are_gathered_where_asked(engine: SlotEngine) -> None:
@@ -221,7 +247,9 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
 
 
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
-    with pytest.raises(BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, nonpad\\)"):
+    with pytest.raises(
+        BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, gqa_even, grouped, nonpad\\)"
+    ):
         SlotEngine(models["fp32"], variant="flat")
     pinned = SlotEngine(models["fp32"], variant="gqa")
     with pytest.raises(EngineError, match="variant 'gqa' takes one row, not 2"):
@@ -230,10 +258,10 @@ def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
 
 def test_a_bundle_without_variants_runs_canonically(models: dict[str, Model], tmp_path: Path) -> None:
     model = write(Shape(), tmp_path)
-    for name in ("gqa", "nonpad"):
+    for name in LOWERINGS:
         del model.entry.variants[name]  # type: ignore[attr-defined]
-    engine = SlotEngine(model)
-    assert engine.variant == "canonical"
+    engine = SlotEngine(model, exact=True)
+    assert engine.variant == "canonical" and engine.spec.narrowest == 2
     engine.reset(3)
     assert engine.variant == "canonical"
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from support_graphs import Array, Shape, graph, op_counts, reference, tokens
+from support_graphs import LOWERINGS, Array, Shape, graph, op_counts, reference, tokens
 
 from leadout.engines.providers import onnxruntime
 from leadout.export.gqa import fuse_skip_norm
-from leadout.export.passes import pack, simplify, to_gqa, to_nonpad
+from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.rewrite import constant, node, swap
 
 SHAPES = {
@@ -21,6 +21,7 @@ SHAPES = {
     "biases": Shape(biases=True),
     "tied": Shape(tied=True),
     "partial": Shape(head_dim=32, rotary=16),
+    "own keys": Shape(kv_heads=4),
     "narrow": Shape(rotary=8),  # tables of 4: GroupQueryAttention refuses them, rotation stays outside
 }
 
@@ -53,7 +54,7 @@ def lowered(c: Shape, *passes: Callable[..., Any]) -> ir.Model:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("lower", [None, to_gqa, to_nonpad], ids=["canonical", "gqa", "nonpad"])
+@pytest.mark.parametrize("lower", [None, *LOWERINGS.values()], ids=["canonical", *LOWERINGS])
 def test_every_form_computes_the_model(name: str, lower: Callable[..., Any] | None) -> None:
     c = SHAPES[name]
     row = tokens(c, 1, 24)[0]
@@ -102,6 +103,25 @@ def test_nonpad_keeps_the_mask_of_a_window() -> None:
     assert masked == [True, False]
 
 
+def test_a_step_of_one_token_costs_two_nodes_a_layer_more() -> None:
+    sizes = [len(list(lowered(Shape(layers=n, windows=(None,) * n), to_gqa_even).graph)) for n in (2, 3)]
+    assert sizes[1] - sizes[0] == 13
+
+
+def test_queries_are_grouped_by_their_keys_and_alone_get_company() -> None:
+    counts = op_counts(lowered(Shape(), to_grouped))
+    assert counts["Attention"] == 2 and "Slice" not in counts, "two heads share keys: two rows at least"
+    counts = op_counts(lowered(Shape(kv_heads=4), to_grouped))
+    assert counts["Slice"] == 2 + 2, "rows of query and mask, once for all layers; and one cut a layer"
+
+
+@pytest.mark.parametrize("lower", [to_gqa_even, to_grouped])
+def test_one_layer_that_cannot_be_even_leaves_no_variant(lower: Callable[..., int]) -> None:
+    model = lowered(Shape())
+    next(n for n in model.graph if n.op_type == "Attention").op_type = "SomeAttention"
+    assert lower(model) == 0
+
+
 @pytest.mark.parametrize("lower", [to_gqa, to_nonpad])
 def test_a_mask_of_another_law_is_left_alone(lower: Callable[..., int]) -> None:
     model = lowered(Shape())
@@ -115,7 +135,7 @@ def test_attention_without_an_attention_node_has_no_variants() -> None:
     model = lowered(Shape())
     for n in [n for n in model.graph if n.op_type == "Attention"]:
         n.op_type = "SomeAttention"
-    assert to_gqa(model) == to_nonpad(model) == 0
+    assert [lower(model) for lower in LOWERINGS.values()] == [0, 0, 0, 0]
 
 
 def test_pack_joins_what_reads_one_value() -> None:
@@ -182,6 +202,6 @@ def test_sums_before_norms_are_fused_and_still_read() -> None:
 def test_weights_are_shared_by_name_between_forms() -> None:
     base = lowered(Shape())
     known = {n for n, v in base.graph.initializers.items() if v.const_value is not None and v.const_value.size > 64}
-    for lower in (to_gqa, to_nonpad):
+    for lower in LOWERINGS.values():
         model = lowered(Shape(), lower)
         assert {n for n, v in model.graph.initializers.items() if v.const_value.size > 64} <= known

@@ -1,0 +1,53 @@
+"""How a step of one token gets the kernels of wider ones: attention, and nothing else, sees a second row.
+
+A matrix product over weights gives a row the same bits whatever stands beside it; the products inside attention have
+a kernel of their own for one row, which sums in another order. The second row costs next to nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from .rewrite import constant, dims, node
+
+
+class Padding:
+    """Rows that fill a step of one token up to two, made of values that are there: what they hold is never read."""
+
+    def __init__(self, model: ir.Model) -> None:
+        """Adds to ``model`` what all paddings share: ``width`` [1] is S, ``padded`` [1] is max(S, 2), both int64."""
+        first = next(iter(model.graph))
+        inputs = {v.name: v for v in model.graph.inputs}
+        self._model = model
+        self.end = first  # the first node behind them
+        self._zero = constant(model, "padding.zero", np.array([0], np.int64))
+        two = constant(model, "padding.two", np.array([2], np.int64))
+        self.width: ir.Value = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
+        self.padded: ir.Value = node(model, first, "Max", [self.width, two])
+        self._missing = node(model, first, "Sub", [self.padded, self.width])
+        self._rows: dict[tuple[Any, ...], ir.Value] = {}
+        self._padded: dict[tuple[int, int], ir.Value] = {}
+
+    def add(self, before: ir.Node, value: ir.Value, axis: int) -> ir.Value:
+        """``value`` with as many rows behind its S along ``axis`` as are missing; values of one shape share them."""
+        if (done := self._padded.get((id(value), axis))) is not None:
+            return done
+        known = dims(value)
+        shape = (value.dtype, axis, *known) if known else (id(value),)
+        if shape not in self._rows:
+            inputs = [value, self._zero, self._missing, self._axis(axis)]
+            self._rows[shape] = node(self._model, before, "Slice", inputs)
+        padded: ir.Value = node(self._model, before, "Concat", [value, self._rows[shape]], axis=axis)
+        self._padded[id(value), axis] = padded
+        return padded
+
+    def remove(self, before: ir.Node, value: ir.Value, axis: int) -> ir.Value:
+        """The first S rows of ``value`` along ``axis``."""
+        kept: ir.Value = node(self._model, before, "Slice", [value, self._zero, self.width, self._axis(axis)])
+        return kept
+
+    def _axis(self, axis: int) -> ir.Value:
+        return constant(self._model, f"padding.axis.{axis}", np.array([axis], np.int64))
