@@ -144,9 +144,11 @@ class Sampler:
         if self.rule == "greedy":
             return self.chain.best(logits, drafted)
         if (head := getattr(logits, "top", None)) is not None and self.chain.is_plain(drafted):
-            tops, noise = head(), self.noise.gumbel(position, logits.size)
-            if tops and (token := winner(*tops, self.chain.settings.temperature, noise)) is not None:
-                return token
+            if (tops := head()) is not None:
+                noise = self.noise.gumbel(position, logits.size)
+                token = winner(tops[0], tops[1], self.chain.settings.temperature, noise)
+                if token is not None:
+                    return token
         return int(self.noisy(logits, drafted, position).argmax())
 
     def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
