@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from .base import LogitArray, Tokens
+from .base import LogitArray, Tokens, Tops
 from .tensorrt.cuda import Cuda
 
 Places = NDArray[np.intp]
-Tops = tuple[Tokens, LogitArray]
 
 
 class LogitStore:
@@ -117,7 +116,7 @@ class LazyRow:
             return peaks[self._place]
         return self._all()[key]
 
-    def top(self) -> tuple[Tokens, LogitArray] | None:
+    def top(self) -> Tops | None:
         """The ids and logits [k] of the k largest, largest first, if they are here and the row is finite."""
         step, place = self._step, self._place
         if step.tops is None or step.peaks is None or not np.isfinite(step.peaks[place]):

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitRow
+from ..engines.base import LogitRow, Tops
 from ..errors import EngineError, UsageError
 from .heads import winner
 from .noise import Noise, Purpose
@@ -143,13 +143,15 @@ class Sampler:
         """
         if self.rule == "greedy":
             return self.chain.best(logits, drafted)
-        if (head := getattr(logits, "top", None)) is not None and self.chain.is_plain(drafted):
-            if (tops := head()) is not None:
-                noise = self.noise.gumbel(position, logits.size)
-                token = winner(tops[0], tops[1], self.chain.settings.temperature, noise)
-                if token is not None:
-                    return token
+        head = getattr(logits, "top", None)  # only rows on a device have one
+        if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
+            return token
         return int(self.noisy(logits, drafted, position).argmax())
+
+    def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
+        if tops is None or not self.chain.is_plain(drafted):
+            return None
+        return winner(*tops, self.chain.settings.temperature, self.noise.gumbel(position, size))
 
     def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
         """What ``coupled`` takes the largest of, float64 [V]."""

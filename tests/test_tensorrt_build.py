@@ -85,7 +85,7 @@ def test_every_precision_builds_for_every_device_named(precision: str, tmp_path:
         assert (manifest.capacity, manifest.top, manifest.graph_sha256) == (64, 7, canonical)
         names = [f"{i}.{kind}" for i in range(C.layers) for kind in ("key", "value")]
         assert manifest.aliases == {f"present.{name}": f"past_key_values.{name}" for name in names}
-        assert set(manifest.heads) == {"greedy", "logsumexp", "drafted_logits", "top_ids", "top_logits"}
+        assert set(manifest.heads) == {"greedy", "logsumexp", "top_ids", "top_logits"}
         blob = path.read_bytes()
         assert (len(blob), hashlib.sha256(blob).hexdigest()) == (manifest.engine_bytes, manifest.engine_sha256)
     assert lines[0] == f"target: lowering to {precision}, 64 slots a row" and "target: building, sm" in "".join(lines)
