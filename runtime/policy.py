@@ -161,12 +161,12 @@ def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], 
     """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
     argmax of (expected tokens of all) / (expected seconds).
 
-    ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... and the length it wants (0 where there is
-    nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest draft that may not be cut.
+    ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
+    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest draft that may not be cut.
     """
     longest = max(length for _, length in plans)
     speeds = [
-        sum(expected[min(width, length)] for expected, length in plans) / seconds[max(width, fixed)]
+        sum(expected[min(width, length, len(expected) - 1)] for expected, length in plans) / seconds[max(width, fixed)]
         for width in range(longest + 1)
     ]
     return speeds.index(max(speeds))
