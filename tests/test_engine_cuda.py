@@ -143,11 +143,11 @@ def test_a_later_step_takes_the_place_of_an_earlier_one(device: SlotEngine) -> N
 def test_every_shape_has_a_graph_of_its_own_and_prompts_have_none(device: SlotEngine) -> None:
     rows = tokens(C, 1, 60)
     for _ in range(2):
-        for width in (1, 5, 40):
+        for width in (40, 5, 1):  # widest first: else the room for logits grows, and moves
             device.forward(rows[:, :width], START)
     device.reserve(200)  # the cache moves: what was recorded names memory that is gone
     device.forward(rows[:, :5], START)
-    assert device._session.runs == ["1", "2", "-1", "1", "2", "-1", "3"] and device.graph_error == ""
+    assert device._session.runs == ["-1", "1", "2", "-1", "1", "2", "3"] and device.graph_error == ""
 
 
 def test_graphs_can_be_switched_off_and_change_nothing(device: SlotEngine) -> None:

@@ -147,7 +147,6 @@ def test_tensorrt_s_providers_are_asked_for_by_name_and_asserted(
     monkeypatch.setattr(providers, "onnxruntime", lambda: there)
     providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
     assert [name for name, _ in there.given] == [TENSORRT, CUDA], "what the first does not take runs on the second"
-    providers.open_session(tmp_path, provider="cuda", threads=1, graphs=True)
     with pytest.raises(EngineError, match=r"'ort-tensorrt-rtx' is not in this onnxruntime .* TensorRT's own libraries"):
         providers.open_session(tmp_path, provider="ort-tensorrt-rtx", threads=1)
     fallen = Sessions([TENSORRT, CUDA], [CUDA])

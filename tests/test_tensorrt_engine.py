@@ -448,7 +448,7 @@ def test_a_seeded_text_is_told_from_heads_and_moves_few_rows(model: Model, monke
         texts.append(decode(target, SlotEngine(model, variant="nonpad"), [([1, 2, 3], settings)]))
         fetched.append(target._logits.bytes_fetched)
         target.close()
-    assert texts[0] == texts[1] and fetched[0] < fetched[1] / 2
+    assert texts[0] == texts[1] and fetched[0] < 0.8 * fetched[1], "a head of four, and a model that is unsure"
 
 
 def test_a_text_ends_at_the_capacity_and_a_ragged_batch_finds_its_slots(model: Model, tmp_path: Path) -> None:
