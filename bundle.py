@@ -5,10 +5,10 @@
       tokenizer.json  generation_config.json  [tokenizer_config.json  chat_template.jinja]
       target/  model.onnx         the canonical graph (dialect "slots")
                model.gqa.onnx     for one row on a CPU       } variants: small files that share one weight blob;
-               model.nonpad.onnx  for ragged rows on CUDA    } export.gqa names them all
+               model.nonpad.onnx  for ragged rows on CUDA    } export.build names them all
                model.onnx.data    the weights
                golden.npz         token rows and top logits from transformers
-      draft/   the same
+      draft/   the same, and [vocabulary.npz: its ids in the target's; tokenizer.json: if it has another]
 
 Reading checks everything: unknown keys, missing files, sizes, SHA-256, and that no path leaves the directory.
 """
@@ -54,9 +54,9 @@ class ModelEntry:
     ``dialect`` names the graph's inputs and cache: ``slots`` (ours: a fixed buffer, rows written at ``past_lens``),
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
     buffer and an attention mask). ``variants`` maps a variant's name to its graph: ``canonical``, ``gqa``,
-    ``gqa_even``, ``grouped``, ``nonpad`` for slots; ``canonical`` alone for the others. ``parity`` maps the name of a
-    lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all
-    others in the folder: weight blobs, ``golden.npz``.
+    ``gqa_even``, ``grouped``, ``nonpad``, ``tree``, ``tree_gqa`` for slots; ``canonical`` alone for the others.
+    ``parity`` maps the name of a lowering or quantisation to the largest absolute difference of logits found when it
+    was checked. ``files`` are all others in the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str

@@ -18,10 +18,11 @@ import click
 
 from leadout.errors import UsageError
 from leadout.runtime.pair import Pair, load
-from leadout.runtime.settings import DRAFTS
+from leadout.runtime.settings import DRAFTS as ALL_DRAFTS
 from leadout.scripts.options import draft_length, read_text
 
 PROMPTS = Path(__file__).with_name("kinds.jsonl")
+DRAFTS = tuple(name for name in ALL_DRAFTS if name != "siblings")  # it takes several answers: siblings.py
 
 
 def read(path: str) -> dict[str, list[str]]:

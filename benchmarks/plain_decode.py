@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from adapters.table import GENAI
 
-GENAI = "onnxruntime-genai==0.18.0"
 NAMES = ("leadout", "genai")
 PAUSE = 0.2  # seconds before each round: the other's threads, which have just worked, spin on for a while
 

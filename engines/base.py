@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int64]
 LogitArray = NDArray[np.float32]
 Tops = tuple[Tokens, LogitArray]  # the ids and logits of the k largest, largest first
+Sight = NDArray[np.bool_]
 
 # Variants of a bundle's graph (export.gqa) that take one row, whose used length is then what attention costs; and those
 # that round alike in steps of every width, one token included.
-ONE_ROW = ("gqa", "gqa_even")
+ONE_ROW = ("gqa", "gqa_even", "tree_gqa")
 EVEN = ("gqa_even", "grouped")
 
 
@@ -65,7 +66,7 @@ class ModelSpec:
     One step brings at most ``max_step`` tokens a row (a longer prompt goes in pieces), and of at most ``max_verify``
     in a row may all logits be wanted. An engine whose capacity is fixed has max_context + max_verify - 1 slots a row.
     ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
-    meant to round alike (``leadout check`` looks).
+    meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine.
     """
 
     vocab_size: int
@@ -74,6 +75,7 @@ class ModelSpec:
     max_verify: int = 512
     precision: str = "fp32"
     narrowest: int = 2
+    trees: bool = False
 
 
 class Engine(Protocol):
@@ -121,4 +123,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release the model and the cache. Calling it twice is fine."""
+        ...
+
+
+@runtime_checkable
+class TreeEngine(Engine, Protocol):
+    """An engine whose steps may branch, if ``spec.trees`` says so."""
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        """``forward`` for S new tokens a row that do not follow one another: all logits [B, S, vocab_size].
+
+        tokens [B, S] int64; past_lens [B] int64. ``sees`` [B, S, T] bool, T >= S, says which of the last T slots token
+        i attends to, itself included: the last S of them are the new tokens, those before them tokens of earlier steps.
+        Every slot before these T is seen by all. A token's position is the number of tokens it sees besides itself.
+        Writes the cache as ``forward`` does. Raises EngineError if the capacity is exceeded.
+        """
+        ...
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        """Make one branch of a tree the row's continuation: slot past_len + kept[i] moves to past_len + i.
+
+        ``kept`` ascends. Slots before past_len stay; those behind past_len + len(kept) may hold anything.
+        """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,10 @@ class Buffer(Protocol):
 
     def copy_row(self, source: int, destination: int) -> None: ...
 
+    def compact(self, row: int, start: int, kept: Sequence[int]) -> None:
+        """Move slot start + kept[i] of ``row`` to start + i; ``kept`` ascends."""
+        ...
+
     def close(self) -> None:
         """Release it."""
         ...
@@ -49,6 +54,9 @@ class HostBuffer:
 
     def copy_row(self, source: int, destination: int) -> None:
         self.array[destination] = self.array[source]
+
+    def compact(self, row: int, start: int, kept: Sequence[int]) -> None:
+        self.array[row, :, start : start + len(kept)] = self.array[row][:, [start + slot for slot in kept]]
 
     def close(self) -> None:
         pass  # numpy frees it with the last reference
@@ -74,6 +82,14 @@ class CudaBuffer:
         self._cuda.wait()
         self.close()
         return wider
+
+    def compact(self, row: int, start: int, kept: Sequence[int]) -> None:
+        _, heads, slots, width = self.shape
+        slot = width * self.dtype.itemsize
+        first = self.pointer + (row * heads * slots + start) * slot
+        for place, old in enumerate(kept):  # ascending, so that nothing is overwritten before it has moved
+            self._cuda.copy_strided(first + place * slot, slots * slot, first + old * slot, slots * slot, slot, heads)
+        self._cuda.wait()
 
     def copy_row(self, source: int, destination: int) -> None:
         size = math.prod(self.shape[1:]) * self.dtype.itemsize

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import EngineError, UsageError
-from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Tokens
+from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
-from .providers import first_line, onnxruntime, open_session
+from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
+from .providers import first_line, open_session
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
@@ -22,36 +22,11 @@ _KEPT_STEPS = 32
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
-_WIDEST_GRAPH, _RUNS_TO_RECORD, _MOST_GRAPHS = 32, 3, 256
-_NO_GRAPH = "-1"
-
-
 def bucket(slots: int, variant: str) -> int:
     """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
     (all variants that take many rows) they are small while the cache is."""
     step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
     return max(step, -(-slots // step) * step)
-
-
-@dataclasses.dataclass(slots=True)
-class _Step:
-    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device).
-
-    A step that may become a CUDA graph has ``options`` that name it, reads device memory that ``uploads`` fill from the
-    arrays, and counts its ``runs``.
-    """
-
-    binding: Any
-    tokens: Tokens
-    positions: Tokens
-    past_lens: Tokens
-    past_column: Tokens
-    logit_index: Tokens
-    offsets: Tokens
-    logits: LogitArray | None
-    uploads: list[tuple[int, Tokens]] = dataclasses.field(default_factory=list)
-    options: Any = None
-    runs: int = 0
 
 
 class SlotEngine:
@@ -62,9 +37,12 @@ class SlotEngine:
     differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
     from ``spec.narrowest``).
     TensorRT's providers take ``canonical`` alone: they misread the others in silence.
+    Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
+    as in a chain only if its slot is the same: sums over other slots have another order.
 
-    On cuda, steps of a shape that comes again run as CUDA graphs (all but prompts) unless ``graphs`` is set to False;
-    ``graph_error`` says why they cannot, and is empty while they can.
+    On cuda, with ``graphs`` set (it is not: no device has recorded any yet), steps of a shape that comes again run as
+    CUDA graphs, all but prompts and steps that branch; ``graph_error`` says why they cannot, and is empty while they
+    can.
     """
 
     def __init__(
@@ -80,17 +58,22 @@ class SlotEngine:
         even = provider == "cpu" and {self._choose(1), self._pinned if variant in ONE_ROW else self._choose(2)} <= {
             *EVEN
         }
-        narrowest = 1 if even else 2
-        self._spec = ModelSpec(entry.vocab_size, entry.max_context, precision=entry.precision, narrowest=narrowest)
+        self._spec = ModelSpec(
+            entry.vocab_size,
+            entry.max_context,
+            precision=entry.precision,
+            narrowest=1 if even else 2,
+            trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
+        )
         self._sessions: dict[tuple[str, bool], Any] = {}
-        self._steps: dict[tuple[int, int, int | None], _Step] = {}
+        self._steps: dict[tuple[int, int, int | None, int], Step] = {}
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
         self._flat = np.zeros(0, np.float32)
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed = False
-        self._graphs, self._recorded, self.graph_error = provider == "cuda", 0, ""
+        self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
 
     @property
@@ -119,9 +102,9 @@ class SlotEngine:
     def graphs(self, wanted: bool) -> None:
         if wanted and self._provider != "cuda":
             raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
-        self._graphs = wanted
+        self._graphs, self.graph_error = wanted, ""
         self._forget_steps()
-        self._session = self._open(self._variant)
+        self._session = self._open(self._variant, graphs=wanted)
 
     @property
     def variant(self) -> str:
@@ -131,14 +114,8 @@ class SlotEngine:
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
-        longest = max(past_lens.tolist())
-        if longest + width > self._capacity:
-            used = f"{longest} + {width}"
-            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
-        key = (rows, width, None if logit_index is None else logit_index.shape[1])
-        if (step := self._steps.get(key)) is None:
-            with RECORDING.step(records=False):
-                step = self._prepare(*key)
+        longest = self._check_room(width, past_lens)
+        step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
         np.add(step.past_column, step.offsets, out=step.positions)
@@ -146,13 +123,48 @@ class SlotEngine:
             np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
+        return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        """See TreeEngine.forward_tree."""
+        rows, width = tokens.shape
+        self._check_room(width, past_lens)
+        step = self._step(rows, width, None, sees.shape[2])
+        step.tokens[...] = tokens
+        step.past_lens[...] = past_lens
+        step.sees[...] = sees
+        np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
+        np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        return self._run(step, lambda: self.forward_tree(tokens, past_lens, sees))
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        """See TreeEngine.compact."""
+        for buffer in self._cache:
+            buffer.compact(row, past_len, kept)
+
+    def _check_room(self, width: int, past_lens: Tokens) -> int:
+        """The longest row's length. Raises EngineError where the step needs more slots than there are."""
+        longest: int = max(past_lens.tolist())
+        if longest + width > self._capacity:
+            used = f"{longest} + {width}"
+            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
+        return longest
+
+    def _step(self, *shape: Any) -> Step:
+        if (step := self._steps.get(shape)) is None:
+            with RECORDING.step(records=False):
+                step = self._prepare(*shape)
+        return step
+
+    def _run(self, step: Step, again: Callable[[], Logits]) -> Logits:
+        """``again`` takes the same step anew, on the same slots, where its graph could not be recorded."""
         try:
-            self._run(step)
+            step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            if step.options is None:
+            if not step.recorded:
                 raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
-            self.graph_error, self.graphs = first_line(error), False
-            return self.forward(tokens, past_lens, logit_index)  # the same slots again
+            self.graphs, self.graph_error = False, first_line(error)
+            return again()
         if step.logits is not None:
             return step.logits
         assert self._device_logits is not None
@@ -163,8 +175,9 @@ class SlotEngine:
         if capacity <= self._capacity:
             return
         self._forget_steps()
-        for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-            self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
+        with RECORDING.step(records=False):
+            for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
+                self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
@@ -179,7 +192,7 @@ class SlotEngine:
         variant = self._choose(batch)
         if self._cache and (variant, batch) == (self._variant, self._batch) and self._capacity == bucket(1, variant):
             return
-        self._variant, self._session = variant, self._open(variant)
+        self._variant, self._session = variant, self._open(variant, graphs=self._graphs)
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
@@ -238,50 +251,40 @@ class SlotEngine:
             wanted = ["gqa_even", "grouped", "gqa"] if self._exact else ["gqa", "grouped"]
         return next((name for name in wanted if name in self._model.entry.variants), "canonical")
 
-    def _open(self, variant: str) -> Any:
+    def _open(self, variant: str, *, graphs: bool) -> Any:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
-        if (variant, self._graphs) not in self._sessions:
+        if (variant, graphs) not in self._sessions:
             where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
             try:
-                session = open_session(self._model.path(variant), **where, graphs=self._graphs)
+                session = open_session(self._model.path(variant), **where, graphs=graphs)
             except EngineError as error:
-                if not self._graphs:
+                if not graphs:
                     raise
                 self._graphs, self.graph_error = False, str(error)
-                session = open_session(self._model.path(variant), **where)
-            self._sessions[variant, self._graphs] = session
-        return self._sessions[variant, self._graphs]
+                return self._open(variant, graphs=False)
+            self._sessions[variant, graphs] = session
+        return self._sessions[variant, graphs]
 
-    def _run(self, step: _Step) -> None:
-        if step.options is None and not self._graphs:
-            self._session.run_with_iobinding(step.binding)
-            return
-        with RECORDING.step(records=step.options is not None and step.runs < _RUNS_TO_RECORD):
-            for address, array in step.uploads:
-                assert self._cuda is not None
-                self._cuda.upload(address, array)
-                self._cuda.wait()
-            options = step.options or _run_options(_NO_GRAPH)
-            self._session.run_with_iobinding(step.binding, options)
-        step.runs += 1
-
-    def _name_graph(self) -> Any:
-        """Options that name a new graph; None when there are many: a graph lives as long as its session."""
-        if self._recorded >= _MOST_GRAPHS:
-            return None
-        self._recorded += 1
-        return _run_options(str(self._recorded))
+    def _name_graph(self, step: Step, width: int) -> None:
+        """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
+        for a graph lives as long as its session."""
+        step.recorded = width <= WIDEST_GRAPH and self._recorded < MOST_GRAPHS
+        self._recorded += step.recorded
+        step.options = graph_options(self._recorded if step.recorded else None)
 
     def _forget_steps(self) -> None:
         for step in self._steps.values():
-            step.binding = None
-            for address, _ in step.uploads:
-                assert self._cuda is not None
-                self._cuda.free(address)
+            step.free()
         self._steps.clear()
 
-    def _prepare(self, rows: int, width: int, wanted: int | None) -> _Step:
-        """Build the binding of one shape. Logits of all shapes share one buffer: a view lives until the next call."""
+    def _branching(self) -> str:
+        """The graph for steps that branch."""
+        alone = "tree_gqa" if self._variant in ONE_ROW else "tree"
+        return alone if alone in self._model.entry.variants else "tree"
+
+    def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> Step:
+        """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all
+        shapes share one buffer: a view lives until the next call."""
         if self._closed:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if not 1 <= rows <= self._batch:
@@ -296,67 +299,31 @@ class SlotEngine:
         if len(self._steps) >= _KEPT_STEPS:
             self._forget_steps()
         past_lens = np.zeros(rows, np.int64)
-        step = _Step(
-            binding=self._session.io_binding(),
+        session = self._open(self._branching(), graphs=False) if seen else self._session
+        step = Step(
+            session=session,
+            binding=session.io_binding(),
             tokens=np.zeros((rows, width), np.int64),
             positions=np.zeros((rows, width), np.int64),
             past_lens=past_lens,
             past_column=past_lens[:, None],
             logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
             offsets=np.arange(width, dtype=np.int64),
+            sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
             logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
+            cuda=self._cuda,
         )
-        if self._graphs and width <= _WIDEST_GRAPH:
-            step.options = self._name_graph()
-        self._bind(step, rows)
-        self._steps[rows, width, wanted] = step
+        if self._graphs and not seen:
+            self._name_graph(step, width)
+        store = self._device_logits
+        step.bind(self._cache, None if store is None else (store.address, self._spec.vocab_size))
+        self._steps[rows, width, wanted, seen] = step
         return step
-
-    def _bind(self, step: _Step, rows: int) -> None:
-        names = {value.name for value in self._session.get_inputs()}
-        arrays = {
-            "input_ids": step.tokens,
-            "position_ids": step.positions,
-            "past_lens": step.past_lens,
-            "logit_index": step.logit_index,
-        }
-        for name in sorted(arrays.keys() & names):
-            if step.options is None:
-                _bind_host(step.binding.bind_input, name, arrays[name])
-            else:
-                self._bind_device(step, name, arrays[name])
-        if step.logits is not None:
-            _bind_host(step.binding.bind_output, "logits", step.logits)
-        elif self._device_logits is not None:
-            shape = (*step.logit_index.shape, self._spec.vocab_size)
-            place = (CudaBuffer.device, 0, np.dtype(np.float32), shape, self._device_logits.address)
-            step.binding.bind_output("logits", *place)
-        for i, buffer in enumerate(self._cache):
-            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-            step.binding.bind_input(f"past_key_values.{layer}", *place)
-            step.binding.bind_output(f"present.{layer}", *place)
-
-    def _bind_device(self, step: _Step, name: str, array: Tokens) -> None:
-        assert self._cuda is not None
-        address = self._cuda.allocate(array.nbytes)
-        step.uploads.append((address, array))
-        step.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
-
-
-def _run_options(graph: str) -> Any:
-    options = onnxruntime().RunOptions()
-    options.add_run_config_entry("gpu_graph_id", graph)
-    return options
 
 
 def _slots(capacity: int, variant: str) -> int:
     """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
     return capacity + (variant == "gqa_even")
-
-
-def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:
-    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def _cache_dtype(onnx_type: str) -> np.dtype[Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from .base import LogitArray, ModelSpec, Tokens
+from .base import LogitArray, ModelSpec, Sight, Tokens
 
 Law = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
@@ -27,7 +27,7 @@ class ToyEngine:
 
     def __init__(self, law: Law, vocab_size: int, *, max_context: int = 256) -> None:
         self.law = law
-        self.spec = ModelSpec(vocab_size=vocab_size, max_context=max_context)
+        self.spec = ModelSpec(vocab_size=vocab_size, max_context=max_context, trees=True)
         self.calls: list[tuple[int, int]] = []
         self._cache = np.full((1, 0), _NEVER_WRITTEN, np.int64)
         self._buffer = np.empty(0, np.float32)
@@ -49,8 +49,26 @@ class ToyEngine:
         for row, past in enumerate(past_lens.tolist()):
             self._cache[row, past : past + width] = tokens[row]
             for column, position in enumerate(index[row].tolist()):
-                logits[row, column] = self._logits(row, past + position + 1)
+                logits[row, column] = self._logits(row, self._cache[row, : past + position + 1])
         return logits
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> LogitArray:
+        rows, width = tokens.shape
+        self._check(tokens, past_lens)
+        self.calls.append((rows, width))
+        logits = self._view(rows, width)
+        for row, past in enumerate(past_lens.tolist()):
+            self._cache[row, past : past + width] = tokens[row]
+            start = past + width - sees.shape[2]
+            before, branches = self._cache[row, :start], self._cache[row, start : past + width]
+            for column in range(width):
+                logits[row, column] = self._logits(row, np.concatenate([before, branches[sees[row, column]]]))
+        return logits
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        moved = self._cache[row, [past_len + slot for slot in kept]]
+        self._cache[row, past_len : past_len + len(kept)] = moved
+        self._cache[row, past_len + len(kept) :] = _NEVER_WRITTEN
 
     def reserve(self, capacity: int) -> None:
         short = capacity - self.capacity
@@ -80,9 +98,8 @@ class ToyEngine:
             self._buffer = np.empty(size, np.float32)
         return self._buffer[:size].reshape(rows, columns, self.spec.vocab_size)
 
-    def _logits(self, row: int, length: int) -> NDArray[np.float64]:
-        context = self._cache[row, :length]
-        if length > self.spec.max_context:  # padding: may hold anything, and must not be read
+    def _logits(self, row: int, context: NDArray[np.int64]) -> NDArray[np.float64]:
+        if context.size > self.spec.max_context:  # padding: may hold anything, and must not be read
             return np.full(self.spec.vocab_size, np.nan)
         if (context < 0).any():
             raise EngineError(f"a toy engine was asked to read slots of row {row} that were never written")

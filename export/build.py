@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ..bundle import FileEntry, Model, ModelEntry, file_entry
@@ -20,23 +21,25 @@ from ..engines import ONE_ROW, open_engine
 from ..errors import UsageError
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
+from .draft_choice import DraftChoice, choose_draft
+from .draft_ids import DraftIds
 from .golden import Truth, compute_truth, save_golden
-from .pairing import same_vocabulary
+from .pairing import Ids
 from .parity import ImprecisionError, measure
 from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
+from .tree import to_tree, to_tree_gqa
+from .trimming import kept_mass, trimmed_head
 from .writing import aside, destination, write_manifest
 
-PRECISIONS = ("fp32", "fp16", "int8", "int4")
-# A draft's precision costs acceptance, never a token of the answer, and beside the target its weights come from memory
-# at every step: the fewest bytes win, unless the pair is made for a GPU.
-DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int4"}
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa": to_gqa,
     "gqa_even": to_gqa_even,
     "grouped": to_grouped,
     "nonpad": to_nonpad,
+    "tree": to_tree,
+    "tree_gqa": to_tree_gqa,
 }
 Progress = Callable[[str], None]
 
@@ -52,86 +55,114 @@ def export_pair(
     *,
     precision: str = "fp32",
     draft_precision: str | None = None,
+    draft_vocabulary: int | str | Path | None = None,
+    calibration: Sequence[str | Path] = (),
     max_context: int | None = None,
     progress: Progress = silent,
 ) -> Path:
     """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
 
+    ``draft`` may be ``self`` or ``self:PRECISION``: the target in fewer bits. ``draft_vocabulary`` trims the draft's
+    head: to so many tokens, the most frequent in the texts ``calibration``, or to those whose ids are in a file.
     An existing bundle at ``out`` is replaced, anything else there is refused. A ``draft_precision`` that is not given
     is int4, fp16 beside a target in fp16; the target's, if in that the draft is too far from its checkpoint. Raises
     UsageError, ExportError; then ``out`` is as it was.
     """
-    sources = {"target": str(target)} | ({} if draft is None else {"draft": str(draft)})
-    precisions = {"target": precision, "draft": draft_precision or DRAFT_PRECISIONS.get(precision, precision)}
-    for value in precisions.values():
-        if value not in PRECISIONS:
-            raise UsageError(f"precision '{value}' is unknown (one of: {', '.join(PRECISIONS)})")
+    choice = choose_draft(str(target), draft, precision, draft_precision)
+    if choice is None and draft_vocabulary is not None:
+        raise UsageError("draft-vocabulary trims a draft, and none was given")
+    if draft_vocabulary is None and calibration:
+        raise UsageError("calibration texts are for draft-vocabulary, which was not given")
     place = destination(out)
+    sources = {"target": str(target)} | ({} if choice is None else {"draft": choice.source})
     configs = {role: read_config(source) for role, source in sources.items()}
     contexts = {"target": context_length(configs["target"], max_context)}
-    note = ""
-    if draft is not None:
+    if choice is not None:
         contexts["draft"] = min(contexts["target"], context_length(configs["draft"]))
-        vocabularies = [vocabulary(sources[role], configs[role]) for role in ("target", "draft")]
-        note = same_vocabulary(*vocabularies)
+        vocabularies = {role: vocabulary(sources[role], configs[role]) for role in sources}
+        draft_ids = DraftIds.choose(vocabularies["target"], vocabularies["draft"], draft_vocabulary, calibration)
     with aside(place) as folder:
         save_texts(sources["target"], folder)
-        entries: dict[str, ModelEntry] = {}
-        for role, source in sources.items():
-            progress(f"{role}: reading {source}")
-            checkpoint = load(source, contexts[role])
-            if role == "target":
-                sampling, vocab_size = checkpoint.sampling, checkpoint.vocab_size
-            forms = [precisions[role]] + ([precision] if role == "draft" and draft_precision is None else [])
-            entries[role] = export_first(checkpoint, folder / role, forms, vocab_size, progress)
-        if note:
-            entries["draft"] = dataclasses.replace(entries["draft"], note=note)
+        progress(f"target: reading {sources['target']}")
+        checkpoint = load(sources["target"], contexts["target"])
+        entries = {"target": export_first(checkpoint, folder / "target", [precision], progress)}
+        sampling, ends = checkpoint.sampling, checkpoint.eos_token_ids
+        if choice is not None:
+            if not choice.itself:
+                progress(f"draft: reading {choice.source}")
+                checkpoint = load(choice.source, contexts["draft"])
+            entries["draft"] = _export_draft(checkpoint, folder / "draft", choice, draft_ids, ends, progress)
         progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
 
 
+def _export_draft(
+    checkpoint: Checkpoint, folder: Path, choice: DraftChoice, ids: DraftIds, ends: Sequence[int], progress: Progress
+) -> ModelEntry:
+    columns = ids.columns(checkpoint, ends)
+    entry = export_first(checkpoint, folder, choice.precisions, progress, columns)
+    kept = np.arange(checkpoint.vocab_size) if columns is None else columns
+    notes = [ids.match.note] + ([ids.describe(kept)] if columns is not None else []) + [entry.note]
+    if choice.itself:
+        size = entry.files[BLOB].bytes / 1e6
+        notes.append(
+            f"the target itself in {entry.precision}: {size:.0f} MB beside its own weights, for none are shared"
+        )
+    files = {**entry.files, **ids.match.save(folder, kept)}
+    return dataclasses.replace(entry, files=files, note="; ".join(filter(None, notes)))
+
+
 def export_first(
-    checkpoint: Checkpoint, folder: Path, precisions: list[str], vocab_size: int, progress: Progress
+    checkpoint: Checkpoint, folder: Path, precisions: Sequence[str], progress: Progress, columns: Ids | None = None
 ) -> ModelEntry:
     """``export_model`` in the first of ``precisions`` that keeps close enough to the checkpoint."""
     first, *others = precisions
     folder.mkdir()
     try:
-        return export_model(checkpoint, folder, first, vocab_size, progress)
+        return export_model(checkpoint, folder, first, progress, columns)
     except ImprecisionError:
         if not others:
             raise
         progress(f"{folder.name}: {first} is too far from the checkpoint; trying {others[0]}")
         shutil.rmtree(folder)
-        return export_first(checkpoint, folder, others, vocab_size, progress)
+        return export_first(checkpoint, folder, others, progress, columns)
 
 
 def export_model(
-    checkpoint: Checkpoint, folder: Path, precision: str, vocab_size: int, progress: Progress
+    checkpoint: Checkpoint, folder: Path, precision: str, progress: Progress, columns: Ids | None = None
 ) -> ModelEntry:
-    """Capture, simplify, pack, quantise, lower; check after each. Writes everything of one model into ``folder``."""
+    """Capture, simplify, pack, quantise, lower; check after each. Writes everything of one model into ``folder``.
+
+    With ``columns`` (ids, in order) the graph gives the logits of those tokens alone.
+    """
     role = folder.name
     progress(f"{role}: reference logits of {checkpoint.architecture}")
     shapes = cache_shapes(checkpoint.model)
-    truth = compute_truth(checkpoint.model, checkpoint.max_context, vocab_size, checkpoint.bos_token_id)
+    whole = compute_truth(checkpoint.model, checkpoint.max_context, checkpoint.bos_token_id)
+    truth, note = whole.of(columns), ""
+    if columns is not None:
+        note = f"{kept_mass(whole.logits, columns):.1%} of its own probability"
+        progress(f"{role}: head of {columns.size} of {checkpoint.vocab_size} tokens: {note}")
     save_golden(truth, folder / GOLDEN)
-    entry = ModelEntry(
-        directory=role,
-        architecture=checkpoint.architecture,
-        precision=precision,
-        dialect="slots",
-        dtype="float32",
-        vocab_size=vocab_size,
-        max_context=checkpoint.max_context,
-        parameters=checkpoint.model.num_parameters(),
-        cache=shapes,
-        eos_token_ids=checkpoint.eos_token_ids,
-        variants={},
-        files={},
-    )
-    progress(f"{role}: capture")
-    graph = capture(checkpoint.model, shapes, vocab_size)
+    with trimmed_head(checkpoint.model, columns):
+        entry = ModelEntry(
+            directory=role,
+            architecture=checkpoint.architecture,
+            precision=precision,
+            dialect="slots",
+            dtype="float32",
+            vocab_size=checkpoint.vocab_size if columns is None else columns.size,
+            max_context=checkpoint.max_context,
+            parameters=checkpoint.model.num_parameters(),
+            cache=shapes,
+            eos_token_ids=checkpoint.eos_token_ids,
+            variants={},
+            files={},
+            note=note,
+        )
+        progress(f"{role}: capture")
+        graph = capture(checkpoint.model, shapes)
     checks = _Checks(folder, entry, truth, progress)
     checks.stage("capture", graph, "fp32")
     simplify(graph, checkpoint.max_context)

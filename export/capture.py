@@ -30,7 +30,6 @@ from .lowerings import lowered, symbolic
 
 OPSET = 24
 NAME = "leadout_slots"
-IMPOSSIBLE = -65504.0  # a logit that float16 still holds and whose probability is 0
 WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
 
 
@@ -75,9 +74,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class DecoderGraph(nn.Module):  # type: ignore[misc]
     """The signature of the canonical graph around a causal language model of transformers."""
 
-    def __init__(self, model: PreTrainedModel, step: _Step, vocab_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, step: _Step) -> None:
         super().__init__()
-        self.model, self.step, self.vocab_size = model, step, vocab_size
+        self.model, self.step = model, step
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_lens: Tensor, logit_index: Tensor, past: list[Tensor]
@@ -95,14 +94,7 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
             )
-        logits = fit_vocabulary(out.logits, self.vocab_size)
-        return (logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
-
-
-def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
-    """[..., V] -> [..., vocab_size]: padding of the vocabulary is cut, or added as tokens of no probability."""
-    surplus = vocab_size - logits.shape[-1]
-    return nn.functional.pad(logits, (0, surplus), value=IMPOSSIBLE) if surplus else logits
+        return (out.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
 
 
 @contextlib.contextmanager
@@ -219,8 +211,8 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
     return tuple(shapes)
 
 
-def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], vocab_size: int) -> ir.Model:
-    """Trace ``model`` (float32, in eval mode) into the canonical graph, with ``vocab_size`` logits a position.
+def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...]) -> ir.Model:
+    """Trace ``model`` (float32, in eval mode) into the canonical graph.
 
     Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
     """
@@ -231,7 +223,7 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], vocab_size: 
     try:
         with torch.no_grad(), _swapped(model, step), _quiet():
             program = torch.onnx.export(
-                DecoderGraph(model, step, vocab_size).eval(),
+                DecoderGraph(model, step).eval(),
                 (),
                 kwargs=inputs,
                 dynamic_shapes=dims,

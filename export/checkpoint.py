@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file, logging
 
 from ..errors import ExportError, UsageError
-from .pairing import Vocabulary, read_ids
+from .pairing import Vocabulary
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # runtime settings of the same names
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -101,8 +101,7 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
 
 def vocabulary(source: str, config: Any) -> Vocabulary:
     """Every token's id and the number of logits. Reads ``tokenizer.json`` and no weights."""
-    path = find_file(source, "tokenizer.json")
-    return Vocabulary(source, None if path is None else read_ids(path), int(config.get_text_config().vocab_size))
+    return Vocabulary.read(source, find_file(source, "tokenizer.json"), int(config.get_text_config().vocab_size))
 
 
 def save_texts(source: str, folder: Path) -> None:

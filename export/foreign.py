@@ -22,7 +22,7 @@ from ..engines import Engine, open_engine
 from ..errors import EngineError, ExportError
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
-from .pairing import Vocabulary, read_ids, same_vocabulary
+from .pairing import Match, Vocabulary, match
 from .writing import aside, destination, write_manifest
 
 TEXTS = ("tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
@@ -58,12 +58,15 @@ def import_pair(
     if not (target.root / "tokenizer.json").is_file():
         raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
     if "draft" in sources:
-        _same_tokens(target, sources["draft"])
+        ids = _match(target, sources["draft"])
     with aside(place) as folder:
         entries = {}
         for role, source in sources.items():
             progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")
             entries[role] = _import_model(source, folder / role, progress)
+        if "draft" in sources:
+            files = ids.save(folder / "draft", np.arange(sources["draft"].vocab_size))
+            entries["draft"] = dataclasses.replace(entries["draft"], files={**entries["draft"].files, **files})
         for name in TEXTS:
             if (target.root / name).is_file():
                 _copy(target.root / name, target.root, folder)
@@ -168,19 +171,14 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max())
 
 
-def _same_tokens(target: Source, draft: Source) -> None:
-    """Token ids must mean the same to both, and both give the same number of logits: nothing is cut or padded here."""
-    p, q = (_vocabulary(source) for source in (target, draft))
-    same_vocabulary(p, q)
-    if p.logits != q.logits:
-        raise ExportError(
-            f"draft '{q.source}' gives {q.logits} logits, target '{p.source}' {p.logits}; they must be equal"
-        )
+def _match(target: Source, draft: Source) -> Match:
+    """Token ids must mean the same to both, or a map between them be possible: graphs are not cut or padded here."""
+    return match(_vocabulary(target), _vocabulary(draft))
 
 
 def _vocabulary(source: Source) -> Vocabulary:
     path = source.root / "tokenizer.json"
-    return Vocabulary(str(source.root), read_ids(path) if path.is_file() else None, source.vocab_size)
+    return Vocabulary.read(str(source.root), path if path.is_file() else None, source.vocab_size)
 
 
 def _copy(path: Path, root: Path, folder: Path) -> None:

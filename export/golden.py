@@ -19,8 +19,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, PreTrainedModel
 
-from .capture import fit_vocabulary
-
 ROWS, LENGTH, TOP = 3, 32, 64
 
 
@@ -31,11 +29,15 @@ class Truth:
     tokens: NDArray[np.int64]
     logits: NDArray[np.float32]
 
+    def of(self, columns: NDArray[np.int64] | None) -> Truth:
+        """The same of a model that gives the logits of ``columns`` alone (None: of all)."""
+        return self if columns is None else Truth(self.tokens, np.ascontiguousarray(self.logits[..., columns]))
 
-def compute_truth(model: PreTrainedModel, max_context: int, vocab_size: int, first: int | None = None) -> Truth:
+
+def compute_truth(model: PreTrainedModel, max_context: int, first: int | None = None) -> Truth:
     """Let ``model`` write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
 
-    ``vocab_size`` logits a position (see ``fit_vocabulary``); rows begin with the token ``first`` if given.
+    Rows begin with the token ``first`` if given.
 
     Rows that the model wrote are rows it is asked to write later; on noise, quantised models look worse than they are.
     """
@@ -47,7 +49,7 @@ def compute_truth(model: PreTrainedModel, max_context: int, vocab_size: int, fir
             rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens]
     finally:
         model.set_attn_implementation(attention)
-    return Truth(tokens.numpy(), np.stack([fit_vocabulary(row, vocab_size).numpy() for row in rows]))
+    return Truth(tokens.numpy(), np.stack([row.numpy() for row in rows]))
 
 
 def save_golden(truth: Truth, path: Path) -> None:

@@ -16,7 +16,7 @@ _ROTARY_MULTIPLE = 8  # GroupQueryAttention takes tables of such widths only
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class Layer:
     """One attention layer in canonical form. ``window`` is how many positions a query sees, None for all before it."""
 
     attention: ir.Node
@@ -35,12 +35,12 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows; it writes a slot
     more. Returns 0 where a layer is left that does not.
     """
-    layers = [v for v in _layers(model) if dims(v.attention.inputs[0])[-1] == dims(v.value.inputs[0])[-1]]
+    layers = [v for v in layers_of(model) if dims(v.attention.inputs[0])[-1] == dims(v.value.inputs[0])[-1]]
     padding = Padding(model) if even else None
     if layers:
-        lengths = _lengths(model, padding)
+        lengths = lengths_of(model, padding)
     for layer in layers:
-        _fuse_attention(model, layer, lengths, padding)
+        fuse_attention(model, layer, lengths, padding)
     fuse_skip_norm(model)
     sweep(model)
     return 0 if even and len(layers) < _cached_layers(model) else len(layers)
@@ -76,7 +76,7 @@ def to_nonpad(model: ir.Model) -> int:
 
     Layers with a sliding window keep their mask. Returns how many layers changed; at 0 do not ship the variant.
     """
-    layers = [layer for layer in _layers(model) if layer.window is None]
+    layers = [layer for layer in layers_of(model) if layer.window is None]
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph))
     if layers:
@@ -118,7 +118,8 @@ def fuse_skip_norm(model: ir.Model) -> int:
     return done
 
 
-def _layers(model: ir.Model) -> list[_Layer]:
+def layers_of(model: ir.Model) -> list[Layer]:
+    """The attention layers whose mask is understood."""
     found = []
     windows: dict[int, tuple[bool, int | None]] = {}
     for n in model.graph:
@@ -131,7 +132,7 @@ def _layers(model: ir.Model) -> list[_Layer]:
             windows[id(mask)] = _window(model, mask)
         known, window = windows[id(mask)]
         if known:
-            found.append(_Layer(n, key, value, window))
+            found.append(Layer(n, key, value, window))
     return found
 
 
@@ -200,7 +201,7 @@ def _replace(model: ir.Model, old: ir.Node, output: ir.Value) -> None:
     model.graph.remove(old, safe=True)
 
 
-def _lengths(model: ir.Model, padding: Padding | None) -> tuple[ir.Value, ir.Value]:
+def lengths_of(model: ir.Model, padding: Padding | None = None) -> tuple[ir.Value, ir.Value]:
     """GroupQueryAttention's two lengths: slots used after this step less one (per row), and the most (a scalar)."""
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph)) if padding is None else padding.end
@@ -211,9 +212,14 @@ def _lengths(model: ir.Model, padding: Padding | None) -> tuple[ir.Value, ir.Val
     return last, node(model, first, "ReduceMax", [total], keepdims=0)
 
 
-def _fuse_attention(
-    model: ir.Model, layer: _Layer, lengths: tuple[ir.Value, ir.Value], padding: Padding | None
+def fuse_attention(
+    model: ir.Model,
+    layer: Layer,
+    lengths: tuple[ir.Value, ir.Value],
+    padding: Padding | None = None,
+    bias: ir.Value | None = None,
 ) -> None:
+    """Make ``layer`` one GroupQueryAttention; ``bias`` [B, 1, S, slots in use] is added before the softmax."""
     old, past_key, past_value = layer.attention, layer.key.inputs[0], layer.value.inputs[0]
     heads, head_dim = dims(old.inputs[0])[1], dims(old.inputs[0])[-1]
     attributes = {"num_heads": heads, "kv_num_heads": dims(past_key)[1]}
@@ -230,6 +236,8 @@ def _fuse_attention(
         flat = [value if value is None else padding.add(old, value, 1) for value in flat]
         angles = [*angles[:2], *(padding.add(old, positions, 1) for positions in angles[2:])]
     inputs = [*flat, past_key, past_value, *lengths, *angles]
+    if bias is not None:
+        inputs += [None] * (10 - len(inputs)) + [bias]
     output, present_key, present_value = node(
         model, old, "GroupQueryAttention", inputs, outputs=3, domain=CONTRIB, **attributes
     )

@@ -22,11 +22,13 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
     def parse_args(parser: ArgumentParser) -> None:
         """Declare the options; optimum calls this when it builds its parser."""
         parser.add_argument("-m", "--model", required=True, help="The target: a checkpoint directory or hub id.")
-        parser.add_argument("--draft", help="The draft: a checkpoint directory or hub id.")
+        parser.add_argument("--draft", help="The draft: a checkpoint directory, hub id, or self[:int4].")
         parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the target's weights.")
         parser.add_argument(
             "--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: int4; fp16 beside fp16."
         )
+        parser.add_argument("--draft-vocabulary", help="Its N likeliest tokens alone, or the ids in this file.")
+        parser.add_argument("--calibration", action="append", default=[], help="A text that says which are likely.")
         parser.add_argument("--max-context", type=int, help="Positions to allow. Default: the model's own.")
         parser.add_argument("output", type=Path, help="Where to write the bundle.")
 
@@ -35,6 +37,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         from .build import export_pair
 
         args = self.args
+        wanted = args.draft_vocabulary
         try:
             place = export_pair(
                 args.model,
@@ -42,6 +45,8 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
                 args.output,
                 precision=args.precision,
                 draft_precision=args.draft_precision,
+                draft_vocabulary=int(wanted) if (wanted or "").isdecimal() else wanted,
+                calibration=args.calibration,
                 max_context=args.max_context,
                 progress=lambda line: print(line, file=sys.stderr),
             )

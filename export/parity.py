@@ -1,7 +1,8 @@
 """Is an exported model the model transformers has? Measured on the real engine, in every situation decoding meets.
 
 Truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations:
-a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three.
+a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. Where the engine
+takes them, a fifth: those five tokens among siblings, as a branch of a tree.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engines import Engine
+from ..engines.base import TreeEngine
 from ..errors import ExportError
 from .golden import Truth
 
@@ -68,6 +70,8 @@ def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:
     pairs = list(_alone(truth, engine))
     if batched:
         pairs += _ragged(truth, engine)
+    if isinstance(engine, TreeEngine) and engine.spec.trees:
+        pairs += _branched(truth, engine)
     found = np.concatenate([pair[0] for pair in pairs]).astype(np.float64)
     expected = np.concatenate([pair[1] for pair in pairs]).astype(np.float64)
     if not np.isfinite(found).all():
@@ -107,6 +111,20 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
     vocab = truth.logits.shape[-1]
     yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
     yield np.array(engine.forward(new[:, :1], lens)[:, 0]), truth.logits[each, lens]
+
+
+def _branched(truth: Truth, engine: TreeEngine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """One row: the last step as the branch of every second node, each with a sibling before it."""
+    row, logits = truth.tokens[0], truth.logits[0]
+    start = len(row) - STEP
+    new = np.repeat(row[start:], 2)
+    new[::2] = (new[::2] + 1) % truth.logits.shape[-1]
+    sees = np.eye(2 * STEP, dtype=np.bool_)
+    sees[:, 1::2] |= np.arange(2 * STEP)[:, None] > np.arange(1, 2 * STEP, 2)
+    engine.reset(1)
+    engine.reserve(start + 2 * STEP)
+    engine.forward(row[None, :start], np.array([0]))
+    yield np.array(engine.forward_tree(new[None], np.array([start]), sees[None])[0, 1::2]), logits[start:]
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ bonus token only says which text to suppose: however it is made, it biases nothi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,15 +17,42 @@ from threading import Event
 from time import perf_counter
 
 from ..engines.base import LogitRow
+from ..errors import UsageError
 from . import sampling
-from .costs import Costs
+from .confidence import Watch
+from .costs import Costs, context_bucket
 from .drafters import Draft, ModelDrafter
 from .noise import Purpose
 from .sampling import Probs, Sampler
 from .sequence import Row
+from .settings import DraftAhead
+from .vocabulary import VocabularyMap
 
 _STRETCH, _SKIPPED, _OUTLIERS = 16, 2, 2
 _FIRST_REST, _LONGEST_REST = 128, 1024
+_OTHER_TOKENIZER = "draft_ahead: a draft with another tokenizer cannot (possible: False or 'auto')"
+
+
+def check_ahead(
+    wanted: DraftAhead, providers: Collection[str], *, draft: bool, vocabulary: VocabularyMap | None
+) -> DraftAhead:
+    """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
+    CPU. Raises UsageError for what is no setting, and where it cannot be."""
+    if wanted not in (True, False, "auto"):
+        raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
+    if wanted is True and not draft:
+        raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
+    if wanted is True and vocabulary is not None and vocabulary.tokenizers is not None:
+        raise UsageError(_OTHER_TOKENIZER)
+    return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
+
+
+def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> AheadDrafter | None:
+    """``model``, drafting ahead if that is ``wanted`` ("auto": and possible, and seen to pay). Raises UsageError for a
+    draft with another tokenizer: it cuts its text anew each round, so that there is nothing to keep."""
+    if wanted is True and not model.resumes:
+        raise UsageError(_OTHER_TOKENIZER)
+    return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,9 +69,12 @@ class _Run:
 class AheadDrafter:
     """A ModelDrafter that goes on in a thread of its own while the target steps, when one row is live.
 
-    (A step is a rectangle: in a batch a single row that was guessed wrong costs the steps all the same.) ``tried``
-    counts the rounds that were worked on ahead, ``kept`` the drafts that were of use.
+    (A step is a rectangle: in a batch a single row that was guessed wrong costs the steps all the same.) Nor where the
+    draft is a tree, of which no one branch is likely to be kept whole. ``tried`` counts the rounds that were worked on
+    ahead, ``kept`` the drafts that were of use.
     """
+
+    watches = True
 
     def __init__(self, model: ModelDrafter, costs: Costs, *, measured: bool) -> None:
         """``measured``: only while it is seen to pay; else always."""
@@ -69,17 +99,17 @@ class AheadDrafter:
     def room(self, row: Row) -> int:
         return self._model.room(row)
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         began = perf_counter()
         drafts = self._settle(rows, lengths)
-        self._model.resume(rows, lengths, drafts)
+        self._model.resume(rows, lengths, drafts, watch)
         self.steps = self._model.steps
         self._seconds = perf_counter() - began
         return drafts
 
-    def observe(self, place: int, accepted: int) -> None:
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         if self._run is None:  # else the next proposal compares texts
-            self._model.observe(place, accepted)
+            self._model.observe(place, accepted, path)
 
     def move(self, source: int, destination: int) -> None:
         self._model.move(source, destination)
@@ -98,11 +128,14 @@ class AheadDrafter:
         if (error := self._end(work)) is not None:
             raise error
         if self._worth is not None and len(rows) == 1 and drafts[0].by == "model" and drafts[0].tokens:
-            self._worth.record(len(drafts[0].tokens), self._seconds + perf_counter() - began)
+            took = self._seconds + perf_counter() - began
+            self._worth.record(len(drafts[0].tokens), took, rows[0].sequence.cached)
 
     def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> Future[None] | None:
         (row, *others), draft = rows, drafts[0]
-        if others or draft.by != "model" or not draft.tokens or (self._worth is not None and not self._worth.on):
+        if others or draft.by != "model" or not draft.tokens or draft.parents is not None:
+            return None
+        if self._worth is not None and not self._worth.on:
             return None
         longest = self._longest(row, draft)
         if longest <= 0 or row.sequence.ends.intersection(draft.tokens):
@@ -130,10 +163,14 @@ class AheadDrafter:
             return
         supposed = suppose(run.row, run.supposed)
         supposed.sampler = Foresight(supposed.sampler, run.start)
-        run.supposed += self._model.propose([supposed], [1])[0].tokens
+        if not (guessed := self._model.propose([supposed], [1])[0].tokens):
+            return  # it can say nothing that may follow
+        run.supposed += guessed
         supposed = suppose(run.row, run.supposed)
-        while len(run.draft.tokens) < longest and not self._stop.is_set():
-            self._model.resume([supposed], [len(run.draft.tokens) + 1], [run.draft])
+        for length in range(1, longest + 1):
+            if self._stop.is_set() or len(run.draft.tokens) < length - 1:
+                return
+            self._model.resume([supposed], [length], [run.draft])
 
     def _settle(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
         """What there is of each row's draft, once it is known what was committed: nothing, or what was made ahead."""
@@ -151,15 +188,15 @@ class AheadDrafter:
 
 
 class Foresight(Sampler):
-    """Guesses what the target will add in the round at ``start`` if it keeps every draft: its own choice under
-    ``greedy`` and ``coupled``; else what the coin of that draw gives with q in place of p."""
+    """Guesses what the target will add in the round at ``start`` if it keeps every draft: its own choice where that
+    follows from seed and text; else what the coin of that draw gives with q in place of p."""
 
     def __init__(self, sampler: Sampler, start: int) -> None:
         super().__init__(sampler.rule, sampler.chain, sampler.noise)
         self._start = start
 
     def propose(self, logits: LogitRow, drafted: Items[int], start: int) -> tuple[int, Probs | None]:
-        if self.rule in ("greedy", "coupled"):
+        if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         return sampling.draw(q, self.noise.uniforms(self._start, Purpose.FINAL, 1)[0]), q
@@ -185,34 +222,40 @@ class Worth:
     against the other again after 128 rounds, 256, ... 1024 as long as it stays the better one.
 
     The first rounds of a stretch do not count (a kept draft saves time in the round after), nor do its two slowest
-    (first calls at a new shape). What a round costs is looked up before the stretches: the table follows what is done.
+    (first calls at a new shape). What a round costs, by its context, is kept as it was before the stretches: the table
+    follows what is done.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.on = self._better = False
-        self._costs, self._expected = costs, list[float]()
+        self._costs = self._before = costs
+        self._expected: dict[int, list[float]] = {}
         self._ratios: dict[bool, list[float]] = {}
         self._left, self._rest = _STRETCH, _FIRST_REST  # costs are measured first
 
-    def record(self, length: int, seconds: float) -> None:
-        """A round drafted ``length`` tokens with the model; draft and target together took ``seconds``."""
+    def record(self, length: int, seconds: float, past: int = 0) -> None:
+        """A round on ``past`` tokens drafted ``length`` with the model; draft and target together took ``seconds``."""
         if not self._ratios:
             self._left -= 1
             if self._left <= 0:
-                self._try()
+                self.on, self._ratios = False, {False: []}
+                self._before, self._expected = Costs(self._costs.measured()), {}
             return
         ratios = self._ratios[self.on]
-        ratios.append(seconds / self._expected[length])
+        ratios.append(seconds / self._price(past)[length])
         if len(ratios) == _SKIPPED + _STRETCH:
             if self.on:
                 self._decide()
             else:
                 self.on, self._ratios[True] = True, []
 
-    def _try(self) -> None:
-        draft, target = self._costs.draft(1), self._costs.target(1) or []
-        self._expected = [length * draft + seconds for length, seconds in enumerate(target[1:])]
-        self.on, self._ratios = False, {False: []}
+    def _price(self, past: int) -> list[float]:
+        """Seconds of a round with drafts of 0, 1, 2, ... that is not worked on ahead."""
+        bucket = context_bucket(past)
+        if bucket not in self._expected:
+            draft, target = self._before.draft(1, past), self._before.target(1, past) or []
+            self._expected[bucket] = [length * draft + seconds for length, seconds in enumerate(target[1:])]
+        return self._expected[bucket]
 
     def _decide(self) -> None:
         without, with_it = (sum(sorted(self._ratios[on][_SKIPPED:])[:-_OUTLIERS]) for on in (False, True))

@@ -12,8 +12,7 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from threading import Lock
 from time import perf_counter
@@ -22,11 +21,15 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, ModelSpec, Tokens
+from ..engines.base import Sight, TreeEngine
+from .costs import Costs, Step
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
-from .settings import MAX_DRAFT_LENGTH, MODEL_DRAFTS, Settings
+from .settings import MAX_DRAFT_LENGTH, Settings
+from .siblings import Sample, check_sample
 from .stats import Stats
+from .tuned import processor
 
 TIMED_STEPS = 9
 
@@ -75,6 +78,15 @@ class Timed:
             return self.engine.forward(tokens, past_lens, logit_index)
         with self.watch:
             return self.engine.forward(tokens, past_lens, logit_index)
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        assert isinstance(self.engine, TreeEngine)
+        with self.watch:
+            return self.engine.forward_tree(tokens, past_lens, sees)
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        assert isinstance(self.engine, TreeEngine)
+        self.engine.compact(row, past_len, kept)
 
     def reserve(self, capacity: int) -> None:
         self.engine.reserve(capacity)
@@ -126,17 +138,21 @@ class Bench:
     def __init__(
         self, pair: Pair, settings: Mapping[str, Any], batch_size: int = 1, plain: Engine | None = None
     ) -> None:
-        """``settings`` as for ``Pair.generate``; ``plain``: what decodes plainly, if not the pair's own target."""
+        """``settings`` as for ``Pair.generate``, but UsageError for draft ``siblings``: each prompt is asked once.
+        ``plain``: what decodes plainly, if not the pair's own target."""
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
-        self.plain_settings = dataclasses.replace(self.settings, draft="none")
+        check_sample(self.settings, Sample(), 1)
+        self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
         self.watch = Watch()
         self.target = Timed(pair.target, self.watch)
         self.draft = None if pair.draft is None else Timed(pair.draft, self.watch)
         self.plain = Decoder(plain or pair.target, None, exact=False)
-        self.speculative, self.single = (  # the latter has not seen the batch's answers
-            Decoder(self.target, self.draft, exact=pair.exact, draft_ahead=pair.draft_ahead) for _ in range(2)
-        )
+        shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
+        self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
+        # has not seen the batch's answers
+        self.single = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
+        self._warm: dict[str, Counter[Step]] = {}  # what had been counted of each side before anything was timed
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
@@ -149,6 +165,10 @@ class Bench:
             side(groups[0], Totals())
         self.speculative.forget()  # no drafter may know an answer from the run that warmed up
         self.single.forget()
+        self._warm = {
+            "plain": Counter(self.plain.costs.counts),
+            "speculative": Counter(self.speculative.costs.counts),
+        }
         for number, group in enumerate(groups):
             for name in sorted(sides, reverse=number % 2 == 1):
                 sides[name](group, totals[name])
@@ -181,7 +201,6 @@ class Bench:
     def _report(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
         plain, speculative = totals["plain"], totals["speculative"]
         tested, rounds = speculative.count("tested"), speculative.count("rounds")
-        cost = self._costs(groups[0], -(-speculative.count("drafted") // rounds))
         report: dict[str, Any] = {
             "plain": {"tokens_per_second": plain.tokens_per_second},
             "speculative": {"tokens_per_second": speculative.tokens_per_second},
@@ -189,19 +208,19 @@ class Bench:
             "speedup_median": median(a / b for a, b in zip(plain.walls, speculative.walls, strict=True)),
             "speedup_with_prompt": (speculative.count("tokens") / speculative.wall)
             / (plain.count("tokens") / plain.wall),
-            "predicted_speedup": self._predict(speculative, cost),
             "acceptance_rate": speculative.count("accepted") / tested if tested else 0.0,
             "tokens_per_round": speculative.count("tokens") / rounds,
+            "distance": sum(row.shift for row in speculative.stats) / speculative.count("tokens"),
             "host_share": 1.0 - speculative.engines / (speculative.wall - speculative.prompt),
             "seconds": {
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },
             "by_drafter": speculative.by_drafter(),
             "draft_ahead": None if (ahead := self.speculative.ahead) is None else ahead.counts(),
-            "cost_ms": cost,
             "prompts": len(prompts),
             "batch_size": self.batch_size,
         }
+        report |= self._prediction(totals)
         if "alone" in totals:
             alone = totals["alone"].tokens_per_second
             report["alone"] = {"tokens_per_second": alone}
@@ -210,7 +229,7 @@ class Bench:
 
     def _identity(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
         """Same tokens as the target alone (exact); where the width-1 side differs from it: near-tie or fault."""
-        if self.settings.acceptance_rule not in ("greedy", "coupled"):
+        if self.settings.acceptance_rule not in ("greedy", "coupled") or self.settings.branches:
             return {"identical_outputs": None, "plain_divergences": None}
         reference: list[list[int]] = []
         for group in groups:
@@ -225,26 +244,35 @@ class Bench:
             "plain_divergences": divergences,
         }
 
-    def _costs(self, group: Group, drafts: int) -> dict[str, Any]:
-        """Milliseconds a step (medians) in the middle of this group's answers, by what a round needs."""
-        rows = len(group)
-        past = np.array([len(prompt) + self.settings.max_new_tokens // 2 for prompt in group], np.int64)
-        narrowest = self.pair.target.spec.narrowest if self.pair.exact else 1
-        widths = sorted({1, max(drafts, narrowest), max(drafts + 1, narrowest)})
-        target = {width: step_ms(self.pair.target, rows, width, past) for width in widths}
-        drafting = self.settings.draft in MODEL_DRAFTS
-        draft = step_ms(self.pair.draft, rows, 1, past) if drafting and self.pair.draft is not None else 0.0
-        return {"target": target, "draft": draft}
+    def _prediction(self, totals: dict[str, Totals]) -> dict[str, Any]:
+        """What the cost tables say the measured rounds took, which are what every draft length is chosen from: the
+        speedup that follows, and the share of each side's time that is in no table (slow outliers, the caller)."""
+        if self.settings.branches:  # the tables are of chains
+            return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs()}
+        predicted, unaccounted = {}, {}
+        for name, decoder in (("plain", self.plain), ("speculative", self.speculative)):
+            side = totals[name]
+            seconds = sum(decoder.costs.price(decoder.costs.counts - self._warm[name]).values())
+            predicted[name] = side.count("tokens") / seconds
+            unaccounted[name] = 1.0 - seconds / (side.wall - side.prompt)
+        return {
+            "predicted_speedup": predicted["speculative"] / predicted["plain"],
+            "unaccounted": unaccounted,
+            "cost_ms": self._costs(),
+        }
 
-    def _predict(self, totals: Totals, cost: dict[str, Any]) -> float:
-        """Speedup from measured costs alone: tokens a round over what a round of the mean length costs."""
-        rounds = totals.count("rounds")
-        drafts = totals.count("drafted") / rounds
-        modelled = totals.by_drafter().get("model", {}).get("drafted", 0) / rounds
-        widths = sorted(cost["target"])
-        step = float(np.interp(drafts + 1, widths, [cost["target"][width] for width in widths]))
-        plain: float = cost["target"][1]
-        return totals.count("tokens") / rounds * plain / (step + modelled * float(cost["draft"]))
+    def _costs(self) -> dict[str, Any]:
+        """Milliseconds a step (medians, in the loop) of so many rows as a group has, by what a round needs."""
+        rows, costs, plain = self.batch_size, self.speculative.costs, self.plain.costs
+        widths = sorted({step.width for step in costs.counts if step.part == "target"})
+        target = {1: 1e3 * (plain.target(rows) or [0.0, 0.0])[1]}
+        target |= {width: 1e3 * seconds for width, seconds in enumerate(costs.target(rows) or ()) if width in widths}
+        return {
+            "target": target,
+            "draft": 1e3 * costs.draft(rows),
+            "host": 1e3 * costs.host(rows),
+            "plain_host": 1e3 * plain.host(rows),
+        }
 
 
 def decode(decoder: Decoder, group: Group, settings: Settings, pair: Pair) -> tuple[Group, list[Stats]]:
@@ -286,11 +314,3 @@ def surroundings() -> dict[str, Any]:
         "hardware": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": versions,
     }
-
-
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

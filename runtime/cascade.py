@@ -9,10 +9,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..engines.base import Logits
+from .family import Family
 from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
 from .policy import AutoLength, Pace
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
+from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
 
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
@@ -50,14 +52,16 @@ class Commons:
     successors: Successors = field(default_factory=Successors)
     records: dict[str, Calibration] = field(default_factory=dict)
 
-    def drafters(self, kind: str) -> list[Calibrated]:
+    def drafters(self, kind: str, family: Family | None = None) -> list[Calibrated]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
-        is preferred."""
+        is preferred. ``family``: the answers to its prompt, if there are others."""
         made: list[FreeDrafter] = []
         if kind == "ngram":
             made.append(NgramDrafter())
         if kind in ("suffix", "auto"):
             made += [OwnText(), EarlierTexts(self.pool)]
+        if kind in ("siblings", "auto") and family is not None:
+            made.append(SiblingsDrafter(family))
         if kind in ("recycling", "auto"):
             made.append(RecyclingDrafter(self.successors))
         return [Calibrated(each, self._record(each)) for each in made]
@@ -75,16 +79,24 @@ class Cascade:
     from past rounds alone, never from what the draft model is about to propose: so every rule stays exact.
     """
 
-    def __init__(self, settings: Settings, commons: Commons, pace: Pace, model: AutoLength | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        commons: Commons,
+        pace: Pace,
+        model: AutoLength | None,
+        family: Family | None = None,
+    ) -> None:
         """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
-        self._drafters = commons.drafters(settings.draft)
+        self._drafters = commons.drafters(settings.draft, family)
 
-    def take(self, prompt: Sequence[int]) -> None:
-        """Take the prompt in before the first round."""
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take the text in: the prompt before the first round, and what each round brought at its end, so that rows
+        that draft from each other know as much, whoever guesses first."""
         for each in self._drafters:
-            each.drafter.take(prompt)
+            each.drafter.take(tokens)
 
     def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft

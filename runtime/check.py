@@ -23,6 +23,7 @@ from .settings import DRAFTS, Settings
 
 WIDEST = 9
 NEW_TOKENS = 24
+TREE = (3, 2, 1)
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
 
@@ -118,9 +119,11 @@ def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
 
 
 def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None) -> Iterator[Check]:
-    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone."""
+    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone; several
+    answers to one prompt."""
     prompts, bits = ragged(bundle), devices["target"] == "cpu"
-    drafters = [name for name in DRAFTS if name != "none" and (name != "model" or "draft" in bundle.manifest.models)]
+    missing = {"none", "siblings"} if "draft" in bundle.manifest.models else {"none", "siblings", "model"}
+    drafters = [name for name in DRAFTS if name not in missing]
     where: dict[str, Any] = {"provider": devices["target"], "draft_provider": devices["draft"], "threads": threads}
     with load(bundle.path, **where) as pair:
         for title, sampling in (("greedy", {"temperature": 0.0}), ("coupled", {"temperature": 1.0, "seed": 7})):
@@ -129,21 +132,44 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
             for draft in drafters:
                 name, found = f"{title}: draft {draft} against none", answers(pair, prompts, draft=draft, **wanted)
                 yield same(name, alone, found) if bits else alike(name, pair, prompts, alone, found, wanted)
+        if "model" in drafters and pair.target.spec.trees and pair.draft is not None and pair.draft.spec.trees:
+            yield check_trees(pair, prompts)
         yield check_batch(pair, prompts, "auto")
+        if bits:
+            yield check_siblings(pair, prompts)
     for variant in graphs(bundle.model("target"), devices["target"]) if bits else []:
         if variant not in ONE_ROW:  # one row only: there is no batch to compare with
             with load(bundle.path, **where, variant=variant) as pair:
                 yield check_batch(pair, prompts, variant, bits=True)
 
 
+def check_trees(pair: Pair, prompts: list[list[int]]) -> Check:
+    """A draft tree against no draft: slots of a tree round in another order, so differences must be near-ties."""
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    alone = answers(pair, prompts, draft="none", **wanted)
+    found = answers(pair, prompts, draft="model", branches=TREE, **wanted)
+    name = f"greedy: draft model, branches {','.join(map(str, TREE))}, against none"
+    return alike(name, pair, prompts, alone, found, wanted)
+
+
 def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: bool = False) -> Check:
     """A batch against each alone. With ``bits`` they are the same; "auto" takes the fastest variant for each, and
     differences must be near-ties."""
-    wanted = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
     batch = [result.token_ids for result in pair.generate(prompts, **wanted)]
     alone = answers(pair, prompts, **wanted)
     name = f"greedy: batch against alone, {variant}"
     return same(name, alone, batch) if bits else alike(name, pair, prompts, alone, batch, wanted)
+
+
+def check_siblings(pair: Pair, prompts: list[list[int]]) -> Check:
+    """Four answers to each prompt that draft from each other, against four that draft from nobody."""
+    wanted: dict[str, Any] = {"n": 4, "temperature": 1.0, "seed": 7, "max_new_tokens": NEW_TOKENS}
+    plain, found = (
+        [result.token_ids for each in pair.generate(prompts, draft=draft, **wanted) for result in each]
+        for draft in ("none", "siblings")
+    )
+    return same("coupled: 4 answers each, draft siblings against none", plain, found)
 
 
 def alike(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median_low
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from .settings import MAX_DRAFT_LENGTH
 
-Known = TypeVar("Known")
-
 _FIRST_LENGTHS = (4, 8, 2, 1, 3)  # the start-up measurement: each twice, and each still writes text
 _SAMPLES = 2
 _RECENT = 7
+_BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
+_NEIGHBOURS = 6
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
+_SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
+
+
+def context_bucket(past: int) -> int:
+    """Which contexts cost alike: 0 below 128 tokens, then one more with every doubling."""
+    return max(0, past.bit_length() - _SHORTEST_CONTEXT)
 
 
 class Recent(deque[float]):
@@ -26,53 +33,108 @@ class Recent(deque[float]):
         super().__init__(maxlen=_RECENT)
 
 
+class Step(NamedTuple):
+    """What was paid for: ``part`` target, draft or host; of the draft and the host ``width`` is always 1."""
+
+    part: str
+    rows: int
+    bucket: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """A measured step as a table on disk has it. ``context`` is a bucket (``context_bucket``)."""
+
+    part: str
+    rows: int
+    context: int
+    width: int
+    seconds: float
+
+
 class Costs:
-    """Measured seconds on this device, shared by all requests: a step of the target by rows and width, one step of
-    the draft by rows, and the host's part of a round by rows. Recording is cheap, for every round does it; looking up
-    is not. What is not known for a number of rows is taken from the nearest number that was measured."""
+    """Measured seconds on this device, shared by all requests: a step of the target by rows, context and width, one
+    step of the draft by rows and context, and the host's part of a round by rows. Recording is cheap, for every round
+    does it; looking up is not. What is not known of a place in the table is taken from the nearest places that were
+    measured, scaled by what both know. ``counts`` says how often each was paid."""
 
-    def __init__(self) -> None:
-        self._target: dict[int, dict[int, Recent]] = defaultdict(lambda: defaultdict(Recent))
-        self._draft: dict[int, Recent] = defaultdict(Recent)
-        self._host: dict[int, Recent] = defaultdict(Recent)
+    def __init__(self, known: Iterable[Cost] = ()) -> None:
+        """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
+        self._tables: dict[str, dict[tuple[int, int], dict[int, Recent]]] = {}
         self._samples: Counter[int] = Counter()
+        self.counts: Counter[Step] = Counter()
+        for cost in known:
+            self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
+            self._samples[cost.width] += _SAMPLES * (cost.part == "target")
 
-    def record_target(self, rows: int, width: int, seconds: float) -> None:
-        self._target[rows][width].append(seconds)
+    def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
+        """``past`` is the mean context of the rows."""
+        self._record(Step("target", rows, context_bucket(past), width), seconds)
         self._samples[width] += 1
 
-    def record_draft(self, rows: int, steps: int, seconds: float) -> None:
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         if steps:
-            self._draft[rows].append(seconds / steps)
+            self._record(Step("draft", rows, context_bucket(past), 1), seconds / steps, steps)
 
     def record_host(self, rows: int, seconds: float) -> None:
         """What a round took besides its models: every round pays it, however much it drafts."""
-        self._host[rows].append(seconds)
+        self._record(Step("host", rows, 0, 1), seconds)
 
-    def target(self, rows: int) -> list[float] | None:
+    def target(self, rows: int, past: int = 0) -> list[float] | None:
         """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them the
         nearest, and never more than a wider step costs (a width that was last measured in a bad moment would else
         be avoided for good). None while nothing was measured."""
-        if not self._target:
+        if not (known := self._known("target", rows, context_bucket(past))):
             return None
-        known = {width: median_low(recent) for width, recent in sorted(_nearest(self._target, rows).items())}
-        line = np.interp(_WIDTHS, list(known), list(known.values()))
+        line = np.interp(_WIDTHS, sorted(known), [known[width] for width in sorted(known)])
         monotone: list[float] = np.minimum.accumulate(line[::-1])[::-1].tolist()
         return monotone
 
-    def draft(self, rows: int) -> float:
+    def draft(self, rows: int, past: int = 0) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""
-        return median_low(_nearest(self._draft, rows)) if self._draft else 0.0
+        return self._known("draft", rows, context_bucket(past)).get(1, 0.0)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""
-        return median_low(_nearest(self._host, rows)) if self._host else 0.0
+        return self._known("host", rows, 0).get(1, 0.0)
 
     def first_length(self, limit: int) -> int | None:
         """The next draft length of the start-up measurement that ``limit`` allows; None when it is done."""
         return next((k for k in _FIRST_LENGTHS if k <= limit and self._samples[k + 1] < _SAMPLES), None)
 
+    def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
+        """Seconds of so many steps, by part, at what each costs now."""
+        total = {"target": 0.0, "draft": 0.0, "host": 0.0}
+        for (part, rows, bucket, width), count in counts.items():
+            total[part] += count * median_low(self._tables[part][rows, bucket][width])
+        return total
 
-def _nearest(table: Mapping[int, Known], rows: int) -> Known:
-    """What is known for ``rows``, or for the nearest number of rows."""
-    return table[rows] if rows in table else table[min(table, key=lambda r: (abs(r - rows), r))]
+    def measured(self) -> list[Cost]:
+        """All that was measured, in order: what ``Costs(known)`` starts from."""
+        return [
+            Cost(part, rows, bucket, width, median_low(recent))
+            for part, table in sorted(self._tables.items())
+            for (rows, bucket), widths in sorted(table.items())
+            for width, recent in sorted(widths.items())
+        ]
+
+    def _record(self, step: Step, seconds: float, times: int = 1) -> None:
+        self._recent(*step).append(seconds)
+        self.counts[step] += times
+
+    def _recent(self, part: str, rows: int, bucket: int, width: int) -> Recent:
+        table = self._tables.setdefault(part, defaultdict(lambda: defaultdict(Recent)))
+        return table[rows, bucket][width]
+
+    def _known(self, part: str, rows: int, bucket: int) -> dict[int, float]:
+        """Width -> seconds for so many rows on contexts of ``bucket``."""
+        table = self._tables.get(part, {})
+        places = sorted(table, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
+        known: dict[int, float] = {}
+        for place in places[:_NEIGHBOURS]:
+            found = {width: median_low(recent) for width, recent in table[place].items()}
+            both = known.keys() & found.keys()
+            scale = sum(known[width] for width in both) / sum(found[width] for width in both) if both else 1.0
+            known = {width: scale * seconds for width, seconds in found.items()} | known
+        return known

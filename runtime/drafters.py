@@ -9,26 +9,54 @@ from typing import Protocol
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
+from ..errors import EngineError
+from .confidence import Watch
+from .prefill import prefill
 from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
 from .steps import Stepper
+from .trees import ABSENT, path
+from .verify import Verdict
+from .vocabulary import VocabularyMap
 
 
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter."""
+    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched. With
+    ``parents`` the tokens are a tree (``trees.py``), else a chain."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None
     by: str = "model"
+    classes: list[int] = field(default_factory=list)
+    parents: list[int] | None = None
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens are proposed."""
+        return len(self.tokens) if self.parents is None else len(self.parents) - self.parents.count(ABSENT)
+
+    @property
+    def depth(self) -> int:
+        """The most that may be accepted."""
+        if self.parents is None:
+            return len(self.tokens)
+        return max((len(path(self.parents, n)) for n, parent in enumerate(self.parents) if parent != ABSENT), default=0)
+
+    def kept(self, verdict: Verdict) -> list[int]:
+        """The tokens that ``verdict`` accepted."""
+        if self.parents is None:
+            return self.tokens[: verdict.accepted]
+        return [self.tokens[node] for node in verdict.path]
 
 
 class Drafter(Protocol):
-    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``steps`` is how many
-    the last proposal took."""
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
+    whether it asks a Watch when to stop, ``steps`` how many tokens' time the last proposal took."""
 
+    watches: bool
     steps: int
 
     def reset(self, rows: int) -> None:
@@ -43,12 +71,14 @@ class Drafter(Protocol):
         """The longest draft it can give this row now."""
         ...
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        """Up to lengths[b] tokens for row b; an empty draft where that is 0. Commits nothing."""
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        """Up to lengths[b] tokens for row b, fewer if ``watch`` says so; an empty draft where that is 0. Commits
+        nothing."""
         ...
 
-    def observe(self, place: int, accepted: int) -> None:
-        """Row ``place`` kept the first ``accepted`` of its drafts and got one more token."""
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
+        """Row ``place`` kept the first ``accepted`` of its drafts (of a tree, the nodes of ``path``) and got one more
+        token."""
         ...
 
     def move(self, source: int, destination: int) -> None:
@@ -60,15 +90,19 @@ class ModelDrafter:
     """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text.
 
     Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
-    first step of a draft: there is no extra call. The last drafted token is never fed.
+    first step of a draft: there is no extra call. The last drafted token is never fed. A draft ends early where the
+    request allows none of the tokens that the draft knows.
     """
 
-    def __init__(self, stepper: Stepper, vocab_size: int) -> None:
-        """``vocab_size`` is the target's: ids beyond it are ignored, ids the draft lacks never drafted."""
-        self._stepper, self._vocab_size = stepper, vocab_size
+    watches = True  # whether it asks a Watch when to stop
+    resumes = True  # whether a draft of it can be gone on with
+    steps = 0
+
+    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
+        """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
+        self._stepper, self._vocabulary = stepper, vocabulary
         self._valid: list[int] = []
         self._base: list[int] = []
-        self.steps = 0
 
     def reset(self, rows: int) -> None:
         self._stepper.engine.reset(rows)
@@ -77,60 +111,73 @@ class ModelDrafter:
     def prefill(self, rows: Items[Row]) -> None:
         mine = [row.settings.draft in MODEL_DRAFTS and self.room(row) for row in rows]
         prompts = [row.sequence.tokens[:-1] if m else [] for m, row in zip(mine, rows, strict=True)]
-        if any(prompts):
-            self._feed(prompts)
+        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts])
+        self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
-    def propose(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        return self.resume(rows, lengths, [Draft() for _ in rows])
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        return self.resume(rows, lengths, [Draft() for _ in rows], watch)
 
-    def resume(self, rows: Items[Row], lengths: Items[int], drafts: list[Draft]) -> list[Draft]:
-        """Make drafts[b], which this began after row b's very text, lengths[b] long if it is shorter."""
-        self._base = [row.sequence.length for row in rows]
-        each = list(zip(rows, lengths, drafts, strict=True))
-        short = [n > len(draft.tokens) for _, n, draft in each]
-        pending = [self._lacking(b, row, draft) if short[b] else [] for b, (row, _, draft) in enumerate(each)]
-        self.steps = max((n - len(draft.tokens) for _, n, draft in each), default=0)
-        for _ in range(self.steps):
+    def resume(
+        self, rows: Items[Row], lengths: Items[int], drafts: list[Draft], watch: Watch | None = None
+    ) -> list[Draft]:
+        """Make drafts[b], which this began after row b's very text, lengths[b] long if it is shorter; shorter where
+        ``watch`` says so. (That never saw what a draft began with: a resumed one has no classes.)"""
+        self._base, self.steps = [row.sequence.length for row in rows], 0
+        fresh = [not draft.tokens for draft in drafts]
+        each = list(zip(rows, drafts, lengths, strict=True))
+        pending = [
+            self._unfed(b, row, draft) if len(draft.tokens) < n else [] for b, (row, draft, n) in enumerate(each)
+        ]
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
+        if watch is not None:
+            for place, draft in enumerate(drafts):
+                watch.missed(place, len(draft.tokens))
+        while any(pending) and (watch is None or not longest or watch.more(longest)):
             logits = self._feed(pending)
-            for place, (row, n, draft) in enumerate(each):
-                if len(draft.tokens) < n:
-                    self._choose(row, draft, logits[place])
-            pending = [draft.tokens[-1:] if len(draft.tokens) < n else [] for _, n, draft in each]
+            for place, (row, draft, n) in enumerate(each):
+                chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
+                if chosen and watch is not None:
+                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
+                pending[place] = draft.tokens[-1:] if chosen and len(draft.tokens) < n else []
+            self.steps, longest = self.steps + 1, max(len(draft.tokens) for draft in drafts)
+        if watch is not None:
+            for draft, new, classes in zip(drafts, fresh, watch.classes, strict=True):
+                draft.classes = classes if new else []
         return drafts
 
     def keep(self, place: int, length: int) -> None:
         """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
         self._valid[place] = min(self._valid[place], length)
 
-    def observe(self, place: int, accepted: int) -> None:
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
 
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination] = self._valid[source]
 
-    def _lacking(self, place: int, row: Row, draft: Draft) -> list[int]:
+    def _unfed(self, place: int, row: Row, draft: Draft) -> list[int]:
         """What the cache lacks of the row's text and draft."""
         valid, length = self._valid[place], row.sequence.length
         return [*row.sequence.tokens[valid:], *draft.tokens[max(0, valid - length) :]]
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]
-        logits = self._stepper.last_logits(pending, valid)
+        logits = self._stepper.last_logits([self._vocabulary.tokens(each) for each in pending], valid)
         self._valid[: len(pending)] = [v + len(p) for v, p in zip(valid, pending, strict=True)]
         return logits
 
-    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> None:
-        token, q = row.sampler.propose(self._fit(logits), draft.tokens, row.sequence.length)
+    def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
+        try:
+            token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
+        except EngineError:
+            if self._vocabulary.identical or not np.isfinite(np.asarray(logits).max()):
+                raise
+            return False  # all that the draft can say is banned; the target may know more
         draft.tokens.append(token)
         if q is not None:
             draft.q = [*(draft.q or []), q]
-
-    def _fit(self, logits: LogitRow) -> LogitRow:
-        if (missing := self._vocab_size - logits.size) <= 0:
-            row: LogitRow = logits[: self._vocab_size]
-            return row
-        return np.concatenate([logits, np.full(missing, -np.inf, np.float32)])
+        return True

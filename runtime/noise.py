@@ -21,14 +21,15 @@ class Purpose(IntEnum):
 
 
 class Noise:
-    """The noise of one request: Philox4x64-10 (Salmon et al. 2011), key = seed, counter = (position, purpose).
+    """The noise of one answer: Philox4x64-10 (Salmon et al. 2011), key = (seed, stream), counter = (position, purpose).
 
     Each pair has its own 2^64 blocks of four numbers, so that asking for more never reaches into another's.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        """``seed`` and ``stream`` (which of several answers to one prompt) are below 2^64."""
         self.seed = seed
-        self._philox = np.random.Philox(key=seed)
+        self._philox = np.random.Philox(key=seed | stream << 64)
         self._generator = np.random.Generator(self._philox)
         self._state = self._philox.state
         self._gumbels: dict[tuple[int, int], NDArray[np.float64]] = {}

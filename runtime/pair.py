@@ -14,10 +14,16 @@ from typing import Any, overload
 from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
+from .ahead import check_ahead
+from .costs import Cost, Costs
 from .decoder import Decoder, Event
-from .settings import DRAFTS, DraftAhead, Settings
+from .settings import DRAFTS, LOSSY, DraftAhead, Settings
+from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
+from .tuned import read as read_tuned
+from .tuned import this_device
+from .vocabulary import VOCABULARY, VocabularyMap
 
 SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
 
@@ -54,18 +60,23 @@ class Result:
     ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
-    (greedy, coupled) or drawn from the same law (rejection, block). ``seed`` is what was drawn with, None if nothing
-    was; ``draft`` says who proposed.
+    (greedy, coupled) or drawn from the same law (rejection, block), to the last bit: not so in a tree, whose numbers
+    are rounded in another order. ``distance``: how far, on average, the law of a token was from the target's (total
+    variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None if nothing was; ``draft`` says who
+    proposed. ``sample`` is its number among the n answers to a prompt: with the same seed it is the same answer
+    whatever n is, and number 0 is the one without n.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     lossless: bool
+    distance: float
     rule: str
     seed: int | None
     draft: str
     stats: Stats
+    sample: int = 0
 
 
 class Stream(Iterator[Piece]):
@@ -95,6 +106,7 @@ class _Answer:
     """One answer in the making: ids and text that are already given out."""
 
     settings: Settings
+    sample: int
     text: TextStream
     token_ids: list[int] = dataclasses.field(default_factory=list)
     shown: int = 0
@@ -127,31 +139,57 @@ class Pair:
         *,
         exact: bool,
         batch_size: int,
+        vocabulary: VocabularyMap | None = None,
+        known: Sequence[Cost] = (),
+        note: str = "",
         draft_ahead: DraftAhead = False,
     ) -> None:
-        """Made by ``load``; takes the engines over and closes them."""
+        """Made by ``load``; takes the engines over and closes them. ``known`` is what steps cost on this device by
+        ``tuned.json``; ``note`` says why that file, if there is one, was of no use."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
-        self.batch_size, self.draft_ahead = batch_size, draft_ahead
-        self.decoder = Decoder(target, draft, exact=exact, draft_ahead=draft_ahead)
+        self.batch_size, self.vocabulary, self.draft_ahead = batch_size, vocabulary, draft_ahead
+        self.known, self.note = known, note
+        more: dict[str, Any] = {"costs": Costs(known) if known else None, "vocabulary": vocabulary}
+        self.decoder = Decoder(target, draft, exact=exact, **more, draft_ahead=draft_ahead)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
-    def generate(self, prompt: str | Request, **settings: Any) -> Result: ...
+    def generate(self, prompt: str | Request, *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[int], **settings: Any) -> Result: ...
+    def generate(self, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[str | Request | Sequence[int]], **settings: Any) -> list[Result]: ...
+    def generate(
+        self, prompt: Sequence[str | Request | Sequence[int]], *, n: None = None, **settings: Any
+    ) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: str | Request, *, n: int, **settings: Any) -> list[Result]: ...
+    @overload
+    def generate(self, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[str | Request | Sequence[int]], *, n: int, **settings: Any
+    ) -> list[list[Result]]: ...
 
-    def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
+    def generate(
+        self, prompt: Any, *, n: int | None = None, **settings: Any
+    ) -> Result | list[Result] | list[list[Result]]:
         """Answer one prompt (text, token ids or Request), or a list of them as a batch.
 
+        With ``n`` a list of n answers in place of each: independent samples, each with noise of its own, that share the
+        prompt's cache and may draft from each other. At temperature 0 they would all be the same, and n > 1 is refused.
+
         ``settings`` are the fields of ``Settings``, the command line's options. Raises UsageError for an unknown or
-        illegal one, ContextError for a prompt that does not fit. A batch larger than ``batch_size`` runs in groups.
+        illegal one, ContextError for a prompt that does not fit. More answers than ``batch_size`` run in groups, one
+        after the other: later ones may draft from what the earlier have finished.
         """
-        single = is_single(prompt)
+        single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        results = {index: item for index, item in self._run(prompts, settings) if isinstance(item, Result)}
-        return results[0] if single else [results[index] for index in range(len(prompts))]
+        found = {index: item for index, item in self._run(prompts, settings, each) if isinstance(item, Result)}
+        results = [found[index] for index in range(len(found))]
+        if n is None:
+            return results[0] if single else results
+        answers = [results[at : at + n] for at in range(0, len(results), n)]
+        return answers[0] if single else answers
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
@@ -163,19 +201,27 @@ class Pair:
         for name in ("stop", "stop_token_ids"):
             if isinstance(value := given.get(name), (str, list)):
                 given[name] = (value,) if isinstance(value, str) else tuple(value)
+        if isinstance(given.get("branches"), list):
+            given["branches"] = tuple(given["branches"])
         settings = Settings(**given)
         if settings.draft == "model" and self.draft is None:
             possible = ", ".join(draft for draft in DRAFTS if draft != "model")
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
         return settings
 
-    def _run(self, prompts: Sequence[Any], given: Mapping[str, Any]) -> Iterator[tuple[int, Piece | Result]]:
-        """Check everything now, run when iterated: (index of the prompt, what it brought)."""
+    def _run(
+        self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1
+    ) -> Iterator[tuple[int, Piece | Result]]:
+        """Check everything now, run when iterated: (index of the answer, what it brought), n answers a prompt."""
         check_names(given)
-        requests = [self._request(prompt, given) for prompt in prompts]
-        starts = range(0, len(requests), self.batch_size)
-        groups = [self._admit(start, requests[start : start + self.batch_size]) for start in starts]
-        return itertools.chain.from_iterable(groups)
+        asked = [self._request(prompt, given) for prompt in prompts]
+        siblings = samples([token_ids for token_ids, _ in asked], n)
+        requests = [request for request in asked for _ in range(n)]
+        for (_, settings), sample in zip(requests, siblings, strict=True):
+            check_sample(settings, sample, n)
+        groups = [slice(start, start + self.batch_size) for start in range(0, len(requests), self.batch_size)]
+        runs = [self._admit(group.start, requests[group], siblings[group]) for group in groups]
+        return itertools.chain.from_iterable(runs)
 
     def _request(self, prompt: Any, given: Mapping[str, Any]) -> tuple[list[int], Settings]:
         if isinstance(prompt, Request):
@@ -186,15 +232,21 @@ class Pair:
         """The ids of a prompt, given as text or as ids."""
         return self.codec.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
 
-    def _admit(self, start: int, requests: list[tuple[list[int], Settings]]) -> Iterator[tuple[int, Piece | Result]]:
-        """One group; ``start`` is the index of its first prompt. The decoder checks it now and runs when iterated."""
+    def _admit(
+        self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
+    ) -> Iterator[tuple[int, Piece | Result]]:
+        """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
         answers: list[_Answer] = []
         eos = self.bundle.manifest.models["target"].eos_token_ids
         events = self.decoder.decode(
-            requests, eos_token_ids=eos, stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids)
+            requests,
+            eos_token_ids=eos,
+            stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids),
+            siblings=siblings,
         )
-        for ids, settings in requests:
-            answers.append(_Answer(settings, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)))
+        for (ids, settings), sample in zip(requests, siblings, strict=True):
+            text = TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)
+            answers.append(_Answer(settings, sample.number, text))
         return self._answer(start, answers, events)
 
     def _answer(
@@ -208,15 +260,18 @@ class Pair:
 
     def _result(self, answer: _Answer, event: Event) -> Result:
         assert event.finish_reason is not None and event.stats is not None
+        branches = answer.settings.branches
         return Result(
             text=answer.text.text[: answer.text.visible],
             token_ids=answer.token_ids,
             finish_reason=event.finish_reason,
-            lossless=self.exact or answer.settings.draft == "none",
+            lossless=answer.settings.draft == "none" or (self.exact and event.rule not in LOSSY and not branches),
+            distance=event.stats.distance,
             rule=event.rule,
-            seed=None if event.rule == "greedy" else event.seed,
+            seed=None if answer.settings.temperature == 0 else event.seed,
             draft=answer.settings.draft,
             stats=event.stats,
+            sample=answer.sample,
         )
 
     def forget(self) -> None:
@@ -256,26 +311,22 @@ def load(
     is elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools
     slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
     that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
-    own. ``batch_size`` is the most prompts that run at once. ``draft_ahead``: while one prompt runs, the draft model
-    works on the next round as the target verifies (True, False, or "auto": while that is seen to pay, and never where
-    both run on the CPU). Raises BundleError, EngineError or UsageError.
+    own. ``batch_size`` is the most prompts that run at once. Costs start from what
+    ``leadout tune`` measured on this device. ``draft_ahead``: while one prompt runs, the draft model works on the next
+    round as the target verifies (True, False, or "auto": while that is seen to pay, and never where both run on the
+    CPU), but for trees. Raises BundleError, EngineError or UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
-    if draft_ahead not in (True, False, "auto"):
-        raise UsageError(f"draft_ahead must be True, False or 'auto', not {draft_ahead!r}")
     found = Bundle.read(bundle)
-    if draft_ahead is True and "draft" not in found.manifest.models:
-        raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
     codec = Codec(found.path / "tokenizer.json")
-    check_vocabulary(found.manifest, codec)
-    target = open_engine(
-        found.model("target"),
-        provider=provider,
-        threads=cores() if threads is None else threads,
-        variant=variant,
-        exact=exact,
-    )
+    vocabulary = check_vocabulary(found, codec)
+    providers = {provider, draft_provider or provider}
+    ahead = check_ahead(draft_ahead, providers, draft="draft" in found.manifest.models, vocabulary=vocabulary)
+    threads = cores() if threads is None else threads
+    where: dict[str, Any] = {"provider": provider, "threads": threads, "variant": variant, "exact": exact}
+    known, note = read_tuned(found, this_device(**where, draft_provider=draft_provider))
+    target = open_engine(found.model("target"), **where)
     try:
         draft = None
         if "draft" in found.manifest.models:
@@ -283,9 +334,8 @@ def load(
     except BaseException:
         target.close()
         raise
-    if draft_ahead == "auto" and {provider, draft_provider or provider} == {"cpu"}:
-        draft_ahead = False
-    return Pair(found, codec, target, draft, exact=exact, batch_size=batch_size, draft_ahead=draft_ahead)
+    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary, "draft_ahead": ahead}
+    return Pair(found, codec, target, draft, **made, known=known, note=note)
 
 
 def cores() -> int:
@@ -302,6 +352,8 @@ def is_single(prompt: Any) -> bool:
 
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
+    if "n" in given:
+        raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
     for name in given:
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1)
@@ -320,11 +372,14 @@ def sampling_defaults(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def check_vocabulary(manifest: Manifest, codec: Codec) -> None:
-    """Raise BundleError unless target, draft and tokenizer agree on the token ids."""
-    sizes = {role: model.vocab_size for role, model in manifest.models.items()}
-    if len(set(sizes.values())) > 1:
-        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
-        raise BundleError(f"draft and target have different vocabularies ({named}); a pair must share its token ids")
+def check_vocabulary(bundle: Bundle, codec: Codec) -> VocabularyMap | None:
+    """The map between the ids of draft and target, if the bundle has one. Raises BundleError unless target, draft and
+    tokenizer agree on the token ids."""
+    sizes = {role: model.vocab_size for role, model in bundle.manifest.models.items()}
     if codec.vocab_size() > sizes["target"]:
         raise BundleError(f"the tokenizer has {codec.vocab_size()} ids, the target only {sizes['target']}")
+    vocabulary = VocabularyMap.read(bundle.model("draft"), sizes["target"], codec) if "draft" in sizes else None
+    if vocabulary is None and len(set(sizes.values())) > 1:
+        named = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        raise BundleError(f"draft and target have different vocabularies ({named}) and no {VOCABULARY} relates them")
+    return vocabulary

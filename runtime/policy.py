@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .confidence import PRIOR, Sureness, Watch
 from .costs import Costs
+from .free import Calibration
 from .settings import MAX_DRAFT_LENGTH
 
 _FIRST_ACCEPTANCE = 0.7
@@ -96,7 +98,10 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
-        self._round = 0
+        self.sureness = Calibration(PRIOR)
+        self.rows = 1  # that share the round's step
+        self._length = 0  # just chosen; 0 where it was not chosen for its speed
+        self._round = self._past = 0
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
 
@@ -104,10 +109,12 @@ class Pace:
         """New requests begin: the switch is on."""
         self.rest = Rest()
 
-    def tick(self) -> None:
-        """A round begins. Costs change slowly: those looked up serve for 8 rounds."""
+    def tick(self, past: int = 0) -> None:
+        """A round begins, on contexts of ``past`` tokens on average. Costs change slowly: those looked up serve for 8
+        rounds."""
         self.rest.tick()
         self._round += 1
+        self._past = past
         if self._round % _REFRESH == 0 or self._round < _FIRST_REST:
             self._free.clear()
             self._modelled.clear()
@@ -116,7 +123,7 @@ class Pace:
         """Expected seconds of a round that verifies 0..16 drafts that cost nothing (one each while nothing is
         measured)."""
         if (known := self._free.get(rows)) is None:
-            host, steps = self.costs.host(rows), self.costs.target(rows) or [1.0] * (MAX_DRAFT_LENGTH + 2)
+            host, steps = self.costs.host(rows), self.costs.target(rows, self._past) or [1.0] * (MAX_DRAFT_LENGTH + 2)
             widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
             known = self._free[rows] = [host + steps[width] for width in widths]
         return known
@@ -124,7 +131,7 @@ class Pace:
     def seconds(self, rows: int) -> list[float]:
         """The same with drafts of the draft model."""
         if (known := self._modelled.get(rows)) is None:
-            draft, free = self.costs.draft(rows), self.seconds_without_draft(rows)
+            draft, free = self.costs.draft(rows, self._past), self.seconds_without_draft(rows)
             known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
         return known
 
@@ -134,13 +141,37 @@ class Pace:
         A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
         (expected seconds).
         """
+        self.rows = rows
         requests = zip(policies, limits, strict=True)
         auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
         joint = self._joint(auto, rows) if auto else 0
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
+    def watch(self, policies: Sequence[Policy], limits: Sequence[int]) -> Watch | None:
+        """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
+        to ``limits``: nothing where a length is fixed, measured or tried."""
+        auto = [policy for policy in policies if isinstance(policy, AutoLength)]
+        if not self._length or len(auto) < len(policies):
+            return None
+        chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
+        limits = [min(limit, MAX_DRAFT_LENGTH) for limit in limits]
+        return Watch(chances, rates, limits, self.seconds(self.rows), self._local(auto))
+
+    def _local(self, auto: Sequence[AutoLength]) -> float:
+        """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:
+        the price of time is the rate at which their text is written here and now."""
+        seconds, length = self.seconds(self.rows), self._length
+        tokens = took = 0.0
+        for policy in auto:
+            seen = policy.sureness
+            promised = policy.tokens[min(length, len(policy.tokens) - 1)]
+            tokens += (_PRIOR_WEIGHT * promised + seen.tokens) / (_PRIOR_WEIGHT + seen.rounds)
+            took += (_PRIOR_WEIGHT * seconds[length] + seen.seconds) / (_PRIOR_WEIGHT + seen.rounds) / len(auto)
+        return tokens / took
+
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
+        self._length = 0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0 or self.rest.resting:
             return 0
@@ -154,6 +185,7 @@ class Pace:
             self.rest.end()
         else:
             self.rest.begin()
+        self._length = best
         return best
 
 
@@ -162,7 +194,8 @@ def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], 
     argmax of (expected tokens of all) / (expected seconds).
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
-    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest draft that may not be cut.
+    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest
+    draft that may not be cut.
     """
     longest = max(length for _, length in plans)
     speeds = [
@@ -189,7 +222,7 @@ class FixedLength:
     def __init__(self, fixed: int) -> None:
         self.fixed = fixed
 
-    def observe(self, tested: int, accepted: int) -> None:
+    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
         """Changes nothing."""
 
 
@@ -200,10 +233,18 @@ class AutoLength:
         self._pace = pace
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
         self.tokens = self._acceptance.expected_tokens()
+        self.sureness = Sureness(pace.sureness)
 
-    def observe(self, tested: int, accepted: int) -> None:
-        """What the last round's verdict was (both 0 if nothing was drafted)."""
+    @property
+    def rate(self) -> float:
+        """How many tested drafts are accepted."""
+        return self._acceptance.rate()
+
+    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
+        """What the last round's verdict was (both 0 if nothing was drafted); how sure the draft was of its tokens."""
         if tested:
+            if classes:
+                self.sureness.record(classes, tested, accepted, self._pace.seconds(self._pace.rows)[len(classes)])
             self._acceptance.observe(tested, accepted)
             self._pace.acceptance.observe(tested, accepted)
             self.tokens = self._acceptance.expected_tokens()

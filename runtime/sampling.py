@@ -14,8 +14,11 @@ from ..errors import EngineError, UsageError
 from .heads import winner
 from .noise import Noise, Purpose
 from .settings import Rule, Settings
+from .vocabulary import MappedRow
 
 Probs = NDArray[np.float64]
+
+_BLOCK = 64  # weights that are added up together when one token is drawn
 
 
 class Chain:
@@ -73,6 +76,10 @@ class Chain:
         free = self._raw and self.generated + len(drafted) >= settings.min_new_tokens
         return free and settings.top_k == 0 and settings.top_p == 1.0 and settings.min_p == 0.0
 
+    def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
+        """Whether any processor treats tokens differently by their ids at this position."""
+        return not self._raw or self.generated + len(drafted) < self.settings.min_new_tokens
+
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
         if self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens:
@@ -85,6 +92,15 @@ class Chain:
         if not math.isfinite(scores[token]):
             raise _not_finite()
         return token
+
+    def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
+        """p / max p after processors 1-4, float64 [V]: the law before any temperature."""
+        scores = self._penalised(logits, drafted)
+        top = scores.max()
+        if not math.isfinite(top):
+            raise _not_finite()
+        weights: Probs = np.exp(scores - top)
+        return weights
 
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
@@ -106,7 +122,8 @@ class Chain:
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p, float64 [V], summing to 1. Needs temperature > 0."""
-        probs = np.exp(self.scores(logits, drafted))
+        probs = self.scores(logits, drafted)
+        np.exp(probs, out=probs)
         probs /= probs.sum()
         return probs
 
@@ -136,12 +153,17 @@ class Sampler:
     def __init__(self, rule: Rule, chain: Chain, noise: Noise) -> None:
         self.rule, self.chain, self.noise = rule, chain, noise
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a draft model's tokens follow from seed and text, so that there is no q to test them against."""
+        return self.rule == "coupled" or self.chain.settings.temperature == 0
+
     def choose(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
-        """What stands at ``position`` without any draft, under ``greedy`` and ``coupled``.
+        """What stands at ``position`` without any draft, under ``coupled`` and at temperature 0.
 
         Coupled: argmax of log p plus the position's Gumbel noise, which has exactly the law p (Gumbel-max).
         """
-        if self.rule == "greedy":
+        if self.chain.settings.temperature == 0:
             return self.chain.best(logits, drafted)
         head = getattr(logits, "top", None)  # only rows on a device have one
         if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
@@ -161,11 +183,25 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
-        if self.rule in ("greedy", "coupled"):
+        among = isinstance(logits, MappedRow) and self.chain.settings.temperature > 0
+        if among and not self.chain.looks_at_ids(drafted):
+            return self._propose_among(logits, drafted, start)
+        if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.distribution(logits, drafted)
         count = len(drafted) + 1
         return draw(q, self.noise.uniforms(start, Purpose.DRAFT, count)[-1]), q
+
+    def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+        """The same from the few logits that a draft gives: the target's other tokens have no chance."""
+        if self.rule == "coupled":
+            scores = self.chain.scores(row.kept, drafted)
+            scores += self.noise.gumbel(start + len(drafted), row.size)[row.ids]
+            return int(row.ids[scores.argmax()]), None
+        law = self.chain.distribution(row.kept, drafted)
+        q = np.zeros(row.size)
+        q[row.ids] = law
+        return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
 
 
 def _keep(scores: Probs, edge: float) -> None:
@@ -185,11 +221,17 @@ def _keep_nucleus(scores: Probs, top_p: float) -> None:
 def draw(law: Probs, uniform: float) -> int:
     """Inverse CDF: the first token whose cumulative weight exceeds ``uniform`` (in [0, 1)) of the total.
 
-    ``law`` need not be normalised. Tokens of weight 0 are never drawn.
+    ``law`` need not be normalised. Tokens of weight 0 are never drawn. Summed in blocks: adding up one by one, the
+    numbers wait for each other.
     """
-    cumulative = law.cumsum()
-    token = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
-    return token if token < law.size else int(np.flatnonzero(law)[-1])
+    upto = np.add.reduceat(law, np.arange(0, law.size, _BLOCK)).cumsum()
+    wanted = uniform * upto[-1]
+    block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
+    first = block * _BLOCK
+    inside = law[first : first + _BLOCK].cumsum()
+    inside += upto[block - 1] if block else 0.0
+    token = first + int(inside.searchsorted(wanted, side="right"))
+    return token if token < first + inside.size else int(np.flatnonzero(law[: first + _BLOCK])[-1])
 
 
 def _not_finite() -> EngineError:

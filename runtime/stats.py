@@ -19,7 +19,8 @@ class Stats:
     the committed new ones. ``seconds`` are this request's share (a round's time divided by the rows it served), so
     that the sum over a batch is its wall time. Time the caller spends between events is not counted.
     ``by_drafter`` has the first four counters for each name that proposed (model, suffix, ...); rounds without a
-    draft are those of ``none``.
+    draft are those of ``none``. ``shift`` is the sum, over the committed tokens, of the total variation between the law
+    a token was drawn from and the target's: 0 under exact rules.
     """
 
     rounds: int = 0
@@ -27,14 +28,27 @@ class Stats:
     tested: int = 0
     accepted: int = 0
     tokens: int = 0
+    shift: float = 0.0
     by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
     tested_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def record(self, *, drafted: int, tested: int, accepted: int, tokens: int, by: str = "model") -> None:
-        """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut."""
+    def record(
+        self,
+        *,
+        drafted: int,
+        tested: int,
+        accepted: int,
+        tokens: int,
+        by: str = "model",
+        shift: float = 0.0,
+        depth: int | None = None,
+    ) -> None:
+        """Count one round of the drafter ``by``. ``tokens`` is what was committed after every cut; ``depth``, where the
+        draft was a tree, how many of the ``drafted`` could be accepted: then ``tested`` counts depths, too."""
         self.tokens += tokens
+        self.shift += shift
         share = self.by_drafter.setdefault(by, dict.fromkeys(_SHARED, 0))
         share["rounds"] += 1
         share["drafted"] += drafted
@@ -45,7 +59,7 @@ class Stats:
         self.tested += tested
         self.accepted += accepted
         for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
-            counts.extend([0] * (drafted - len(counts)))
+            counts.extend([0] * ((drafted if depth is None else depth) - len(counts)))
             for position in range(reached):
                 counts[position] += 1
 
@@ -58,6 +72,12 @@ class Stats:
     def tokens_per_round(self) -> float:
         """Committed tokens a round, the target's own included."""
         return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def distance(self) -> float:
+        """Mean total variation a token from the target's law, given the text before it: 0 under exact rules. Times
+        the number of tokens it bounds the distance between the laws of whole texts."""
+        return self.shift / self.tokens if self.tokens else 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -82,7 +102,14 @@ class Stats:
 
     def to_dict(self) -> dict[str, object]:
         """Counters and derived figures, JSON-ready."""
-        derived = ("acceptance_rate", "tokens_per_round", "tokens_per_second", "decode_tokens_per_second", "host_share")
+        derived = (
+            "acceptance_rate",
+            "tokens_per_round",
+            "distance",
+            "tokens_per_second",
+            "decode_tokens_per_second",
+            "host_share",
+        )
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, Logits, Tokens
+from ..engines.base import Engine, Logits, Sight, Tokens, TreeEngine
 from ..errors import EngineError, LeadoutError
 
 _FIRST = np.zeros((1, 1), np.int64)
@@ -51,6 +51,21 @@ class Stepper:
         logits: Logits = self._forward(pieces, past, longest, index)[:, 0]
         return logits
 
+    def tree_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int], sees: Sight) -> Logits:
+        """Append pieces[b] (at most S tokens) to row b as a tree, ``sees`` [B, S, T] as in TreeEngine.forward_tree;
+        logits [B, S, V]."""
+        width = sees.shape[1]
+        return self._checked(pieces, past, width, lambda tokens, lens: self._trees().forward_tree(tokens, lens, sees))
+
+    def compact(self, row: int, past: int, kept: Sequence[int]) -> None:
+        """Keep one branch of a tree step: slot past + kept[i] becomes past + i. Nothing to do for the first in all."""
+        if any(slot != i for i, slot in enumerate(kept)):
+            self._trees().compact(row, past, kept)
+
+    def _trees(self) -> TreeEngine:
+        assert isinstance(self.engine, TreeEngine)  # spec.trees was asked before
+        return self.engine
+
     def _one_token(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         return self._forward(pieces, past, 1, None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0))
 
@@ -62,17 +77,30 @@ class Stepper:
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
-        engine, rows, width = self.engine, len(pieces), max(width, self.narrowest)
+        width = max(width, self.narrowest)
+        columns = width if index is None else index.shape[1]
+        step = self.engine.forward
+        return self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
+
+    def _checked(
+        self,
+        pieces: Sequence[Sequence[int]],
+        past: Sequence[int],
+        width: int,
+        step: Callable[[Tokens, Tokens], Logits],
+        columns: int | None = None,
+    ) -> Logits:
+        engine, rows = self.engine, len(pieces)
         tokens = np.array([[*piece, *[0] * (width - len(piece))] for piece in pieces], np.int64)
         try:
             if (need := max(past) + width) > engine.capacity:
                 engine.reserve(need)
-            logits = engine.forward(tokens, np.array(past, np.int64), index)
+            logits = step(tokens, np.array(past, np.int64))
         except LeadoutError:
             raise
         except Exception as error:
             raise EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}") from error
-        expected = (rows, width if index is None else index.shape[1], engine.spec.vocab_size)
+        expected = (rows, columns or width, engine.spec.vocab_size)
         if logits.shape != expected:
             raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
         return logits

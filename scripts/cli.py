@@ -15,7 +15,7 @@ import click
 from .. import __version__
 from ..errors import LeadoutError
 
-COMMANDS = ("export", "generate", "bench", "check", "inspect", "plan", "build", "doctor")
+COMMANDS = ("export", "generate", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
 
 
 class Commands(click.Group):

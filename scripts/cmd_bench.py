@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
-from .options import ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
+
+if TYPE_CHECKING:
+    from ..runtime.pair import Pair
 
 # A checkout has held-out prompts for the demo pair; an installed package has these.
 CHECKOUT = Path(__file__).parents[1] / "benchmarks" / "prompts.jsonl"
@@ -31,6 +35,7 @@ BUILT_IN = (
 @click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
 @options(SETTINGS)
 @options(ENGINE)
+@options(AHEAD)
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
 def command(
     bundle: str,
@@ -50,12 +55,8 @@ def command(
 
     The plain side takes steps of width 1 with exactness off. Greedy unless --temperature is given.
     """
-    from contextlib import closing, nullcontext
-    from functools import partial
-
-    from ..engines import open_engine
     from ..runtime.bench import Bench
-    from ..runtime.pair import cores, load
+    from ..runtime.pair import load
 
     if batch_size < 1 or (limit is not None and limit < 1):
         raise UsageError("--batch-size and --limit must be at least 1")
@@ -63,15 +64,26 @@ def command(
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
     with load(bundle, **where, threads=threads, variant=variant, exact=exact) as pair:
+        if pair.note:
+            click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
-        # Exactness has a graph of its own where it needs no wider steps: the plain side then runs the bare one.
-        bare = exact and pair.target.spec.narrowest == 1
-        opened = partial(open_engine, provider=provider, threads=threads or cores(), variant=variant)
-        with closing(opened(pair.bundle.model("target"))) if bare else nullcontext() as plain:
+        with bare_target(pair, provider, threads, variant) as plain:
             report = Bench(pair, wanted, batch_size, plain).run(ids, progress)
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else table(report))
+
+
+def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:
+    """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
+    of its own where it needs no wider steps."""
+    from ..engines import open_engine
+    from ..runtime.pair import cores
+
+    if not pair.exact or pair.target.spec.narrowest > 1:
+        return nullcontext()
+    target = pair.bundle.model("target")
+    return closing(open_engine(target, provider=provider, threads=threads or cores(), variant=variant))
 
 
 def progress(line: str) -> None:
@@ -80,16 +92,23 @@ def progress(line: str) -> None:
         click.echo(f"\r{line}\x1b[K", err=True, nl=False)
 
 
+def predicted(speedup: float | None) -> str:
+    """What the measured costs of chains alone predict; nothing for trees."""
+    return "" if speedup is None else f" (the cost tables predict {speedup:.2f})"
+
+
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
     rows = [
         ("plain decode", f"{report['plain']['tokens_per_second']:.1f} tokens/s"),
         ("speculative", f"{report['speculative']['tokens_per_second']:.1f} tokens/s"),
-        ("speedup", f"{report['speedup']:.2f} (the costs alone predict {report['predicted_speedup']:.2f})"),
+        ("speedup", f"{report['speedup']:.2f}{predicted(report['predicted_speedup'])}"),
+        ("unaccounted", ", ".join(f"{share:.1%} of {side}" for side, share in report["unaccounted"].items())),
         ("with the prompt", f"{report['speedup_with_prompt']:.2f}"),
         ("accepted", f"{report['acceptance_rate']:.1%} of the tested, {report['tokens_per_round']:.2f} tokens a round"),
+        ("distance", f"{report['distance']:.4f} from the target's law a token"),
         ("host share", f"{report['host_share']:.1%}"),
-        ("same tokens", {True: "yes", False: "NO", None: "not promised by this rule"}[report["identical_outputs"]]),
+        ("same tokens", {True: "yes", False: "NO", None: "not promised here"}[report["identical_outputs"]]),
         ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),
         ("hardware", f"{report['hardware']['processor']}, {report['hardware']['cores']} cores"),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),

@@ -13,7 +13,9 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 
 @click.command("export")
 @click.argument("target", required=False)
-@click.option("--draft", metavar="DRAFT", help="The draft: a checkpoint directory or hub id.")
+@click.option(
+    "--draft", metavar="DRAFT", help="The draft: a checkpoint directory or hub id, or self[:int4], the target in int4."
+)
 @click.option("--from-onnx", "onnx_target", type=click.Path(), metavar="DIR", help="An exported target instead.")
 @click.option("--draft-from-onnx", "onnx_draft", type=click.Path(), metavar="DIR", help="An exported draft instead.")
 @click.option(
@@ -21,6 +23,12 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 )
 @click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
 @click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: int4; with fp16, fp16]")
+@click.option(
+    "--draft-vocabulary", metavar="N|FILE", help="Let the draft say only its N likeliest tokens, or the ids in FILE."
+)
+@click.option(
+    "--calibration", multiple=True, metavar="TEXTFILE", help="A text whose tokens are the likely ones. Repeatable."
+)
 @click.option("--max-context", type=int, metavar="N", help="Positions to allow. [default: the model's own]")
 def command(
     target: str | None,
@@ -30,6 +38,8 @@ def command(
     output: Path,
     precision: str | None,
     draft_precision: str | None,
+    draft_vocabulary: str | None,
+    calibration: tuple[str, ...],
     max_context: int | None,
 ) -> None:
     """Write BUNDLE from TARGET (a checkpoint directory or hub id) and its draft.
@@ -51,11 +61,13 @@ def command(
                 output,
                 precision=precision or "fp32",
                 draft_precision=draft_precision,
+                draft_vocabulary=number_or_file(draft_vocabulary),
+                calibration=calibration,
                 max_context=max_context,
                 progress=tell,
             )
         else:
-            if draft or precision or draft_precision or max_context is not None:
+            if draft or precision or draft_precision or draft_vocabulary or calibration or max_context is not None:
                 raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
             from ..export.foreign import import_pair
 
@@ -65,6 +77,11 @@ def command(
             f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'"
         ) from None
     click.echo(str(output))
+
+
+def number_or_file(value: str | None) -> int | str | None:
+    """What --draft-vocabulary says: how many tokens, or where their ids are."""
+    return int(value) if value is not None and value.isdecimal() else value
 
 
 def tell(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Request, Result, Stream
@@ -38,14 +39,19 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
     "--batch-file", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ..., any settings} a line: a batch.'
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
+@click.option(
+    "--n", type=int, metavar="N", help="Answers to each prompt, as samples that share its cache. [default: 1]"
+)
 @options(SETTINGS)
 @options(ENGINE)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of text.")
+@options(AHEAD)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object an answer instead of text.")
 def command(
     bundle: str,
     prompts: tuple[str, ...],
     batch_file: str | None,
     batch_size: int,
+    n: int | None,
     as_json: bool,
     provider: str,
     draft_provider: str | None,
@@ -68,8 +74,10 @@ def command(
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
     with load(bundle, **where, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
-        if as_json or len(requests) > 1:
-            write_batch(pair, requests, given(settings), as_json)
+        if pair.note:
+            click.echo(pair.note, err=True)
+        if as_json or len(requests) > 1 or n is not None:
+            write_batch(pair, requests, given(settings), as_json, n)
         else:
             write_stream(pair.stream(requests[0], **given(settings)))
 
@@ -90,9 +98,12 @@ def write_stream(stream: Stream) -> None:
     summarise(stream.result)
 
 
-def write_batch(pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool) -> None:
-    """Answer all requests, in order: a JSON object a line, or the texts one after the other."""
-    for result in pair.generate(requests, **settings):
+def write_batch(
+    pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool, n: int | None = None
+) -> None:
+    """Answer all requests (each ``n`` times), in order: a JSON object a line, or the texts one after the other."""
+    answers = pair.generate(requests, n=1 if n is None else n, **settings)
+    for result in itertools.chain.from_iterable(answers):
         click.echo(json.dumps(to_json(result)) if as_json else result.text)
         if not as_json:
             summarise(result)
@@ -107,6 +118,8 @@ def to_json(result: Result) -> dict[str, Any]:
 
 def summarise(result: Result) -> None:
     """One line on stderr: tokens, speed, acceptance, rule."""
+    from ..runtime.settings import LOSSY
+
     stats = result.stats
     parts = [
         f"{stats.tokens} tokens in {stats.total_seconds:.2f} s, {stats.tokens_per_second:.0f} a second",
@@ -117,6 +130,8 @@ def summarise(result: Result) -> None:
         f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
         f"stopped by {result.finish_reason}",
     ]
+    if result.rule in LOSSY:
+        parts.insert(-1, f"LOSSY: {result.distance:.4f} from the target's law a token")
     click.echo("; ".join(parts), err=True)
 
 

@@ -117,14 +117,18 @@ def ahead_gain(pair: Pair, prompts: list[list[int]], tokens: int) -> dict[str, A
 
 
 def graph_gain(engine: Engine, width: int, past: int) -> dict[str, Any]:
-    """Milliseconds of a step with and without CUDA graphs, where the engine has them."""
+    """Milliseconds of a step with and without CUDA graphs, where the engine has them; whether both gave one result."""
     if not isinstance(engine, TensorRTEngine | SlotEngine):
         raise EngineError(f"{type(engine).__name__} takes its steps without CUDA graphs")
-    found: dict[str, Any] = {}
+    before, found = engine.graphs, dict[str, Any]()
+    tokens, lengths = np.arange(width, dtype=np.int64)[None, :], np.array([past], np.int64)
+    logits = []
     for graphs in (True, False):
         engine.graphs = graphs
-        found["with" if graphs else "without"] = step_ms(engine, 1, width, np.array([past], np.int64))
-    return found | {"error": engine.graph_error}
+        found["with" if graphs else "without"] = step_ms(engine, 1, width, lengths)
+        logits.append(np.array(engine.forward(tokens, lengths)))
+    engine.graphs = before
+    return found | {"identical_logits": np.array_equal(logits[0], logits[1]), "error": engine.graph_error}
 
 
 def units_for(parameters: float, hidden: int, layers: int) -> int:

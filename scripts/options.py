@@ -23,6 +23,14 @@ def draft_length(value: str) -> int | str:
         raise click.BadParameter(f"'{value}' is neither a number nor 'auto'") from None
 
 
+def branches(value: str) -> tuple[int, ...]:
+    """``3,2,1``: children a node, by depth."""
+    try:
+        return tuple(int(width) for width in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"'{value}' is not a list of numbers like 3,2,1") from None
+
+
 def bias(value: str) -> tuple[int, float]:
     """``ID=VALUE``: what to add to one token's logit."""
     token_id, _, amount = value.partition("=")
@@ -61,7 +69,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--draft",
         {
-            "type": click.Choice(("auto", "model", "suffix", "recycling", "ngram", "none")),
+            "type": click.Choice(("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")),
             "help": "Who proposes; auto: the most promising, each round. [default: auto]",
         },
     ),
@@ -70,12 +78,23 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},
     ),
     (
-        "--rule",
+        "--branches",
         {
-            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block")),
-            "help": "Who is accepted. [default: auto]",
+            "type": branches,
+            "metavar": "N,N,...",
+            "help": "Draft a tree: children a node, by depth. With --draft model.",
         },
     ),
+    (
+        "--rule",
+        {
+            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")),
+            "help": "Who is accepted; typical and lenient are lossy. [default: auto]",
+        },
+    ),
+    ("--typical-epsilon", {"type": float, "metavar": "E", "help": "For rule typical, 0 to 1. [default: 0.09]"}),
+    ("--typical-delta", {"type": float, "metavar": "D", "help": "For rule typical, 0 to 1. [default: 0.3]"}),
+    ("--leniency", {"type": float, "metavar": "L", "help": "For rule lenient, 0 to 1; 1 is exact. [default: 0.5]"}),
 )
 
 DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -97,6 +116,9 @@ ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
         "--exact/--no-exact",
         {"default": True, "show_default": True, "help": "Every step rounds alike, whatever its width."},
     ),
+)
+
+AHEAD: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--draft-ahead",
         {

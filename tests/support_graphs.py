@@ -14,10 +14,12 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
 from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.quantize import quantize
+from leadout.export.tree import to_tree, to_tree_gqa
 
 Array = NDArray[Any]
 
 LOWERINGS = {"gqa": to_gqa, "gqa_even": to_gqa_even, "grouped": to_grouped, "nonpad": to_nonpad}
+BRANCHING = {"tree": to_tree, "tree_gqa": to_tree_gqa}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,7 @@ def write(c: Shape, folder: Path, precision: str = "fp32") -> Model:
         quantize(model, precision)
     ir.save(model, folder / "model.onnx", external_data="model.onnx.data")
     variants = {"canonical": file_entry(folder / "model.onnx")}
-    for name, lower in LOWERINGS.items():
+    for name, lower in (LOWERINGS | BRANCHING).items():
         variant = ir.load(folder / "model.onnx")
         if lower(variant):
             ir.save(variant, folder / f"model.{name}.onnx")

@@ -86,7 +86,7 @@ class Scaled:
         self.coin, self.scale = coin, scale
 
     def __lt__(self, threshold: float) -> bool:
-        return self.coin.below(float(threshold) / self.scale)
+        return self.coin.below(float(threshold) / self.scale) if self.scale else threshold > 0
 
 
 class ScriptedNoise:
@@ -117,7 +117,7 @@ def decode_law(
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda seed: ScriptedNoise(branches))
+            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             patch.setattr(decoder_module, "draw", lambda weights, coin: coin.draw(weights))
             patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
             decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))
@@ -183,10 +183,10 @@ class FixedCosts(Costs):
             super().record_target(1, width, 1 + per_token * (width - 1))
         super().record_draft(1, 1, per_draft)
 
-    def record_target(self, rows: int, width: int, seconds: float) -> None:
+    def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
         pass
 
-    def record_draft(self, rows: int, steps: int, seconds: float) -> None:
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         pass
 
     def record_host(self, rows: int, seconds: float) -> None:

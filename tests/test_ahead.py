@@ -15,7 +15,7 @@ from leadout.errors import EngineError, UsageError
 from leadout.runtime import decoder
 from leadout.runtime.ahead import AheadDrafter, Worth, agreement
 from leadout.runtime.cascade import Cascade, Plan
-from leadout.runtime.costs import Costs
+from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import Pace
 from leadout.runtime.settings import Settings
@@ -109,9 +109,18 @@ def test_a_kept_draft_takes_no_steps_and_a_dropped_one_leaves_the_cache_right(mo
         patch.setattr(Pace, "lengths", lambda pace, policies, limits, rows: [min(by_turns[pace._round % 6], *limits)])
         who = run([([1, 2], Settings(max_new_tokens=70))], pair=(toy_pair(11)[0], toy_pair(11)[0]), eos=())[2]
         assert who.tried == who.kept > 10, "also where a draft made ahead is cut"
+    charged: list[int] = []
+    monkeypatch.setattr(Costs, "record_draft", lambda self, rows, steps, seconds, past: charged.append(steps))
+    requests = [([1, 2], Settings(max_new_tokens=40, draft_length=4))]
+    with monkeypatch.context() as patch:
+        come_as_far_as(patch, 2)
+        run(requests, pair=(toy_pair(11)[0], toy_pair(11)[0]), eos=())
+    assert charged == [4, *[3] * 7], "what was drafted ahead costs a round nothing"
+    charged.clear()
     target, twin = toy_pair(11)[0], toy_pair(11)[0]
-    rounds, _, who = run([([1, 2], Settings(max_new_tokens=40, draft_length=4))], pair=(target, twin), eos=())
+    rounds, _, who = run(requests, pair=(target, twin), eos=())
     assert [len(tokens) for _, tokens, _ in rounds] == [5] * 8
+    assert charged == [4, *[0] * 7]
     assert who.counts() == {"tried": 7, "kept": 7}, "the last round has no next"
     steps = [width for _, width in twin.calls]
     assert steps == [1, 1, *([1] * 3), *([1] * 5 * 6), *([1] * 5)], "prompt, first draft, seven times a guess and four"
@@ -197,23 +206,44 @@ def test_texts_agree_as_far_as_they_are_the_same():
 
 @pytest.mark.parametrize(("target", "draft", "on"), [(1.0, 0.2, True), (1.2, 0.2, True), (1.5, 0.1, False)])
 def test_worth_goes_the_better_way_and_tries_the_other_again(target, draft, on):
-    """Rounds of 3 or 6 drafts at 0.1 on a target of 1; ahead costs these parts of both. Some first calls are slow, and
-    the table of costs follows what is done."""
+    """Rounds of 3 or 6 drafts at 0.1 on a target of 1, and more on longer contexts, which grow; ahead costs these parts
+    of both. Some first calls are slow, and the table of costs follows what is done."""
     costs = Costs()
-    for width in (2, 4, 7):
-        costs.record_target(1, width, 1.0)
-    costs.record_draft(1, 1, 0.1)
+    dearer = {past: 1.0 + 0.3 * context_bucket(past) for past in (0, 128, 256, 512, 1024, 2048)}
+    for past, factor in dearer.items():
+        for width in (2, 4, 7):
+            costs.record_target(1, width, factor, past)
+        costs.record_draft(1, 1, 0.1 * factor, past)
     worth, history = Worth(costs), []
     for number in range(700):
-        length = (3, 6)[number // 2 % 2]
+        length, past = (3, 6)[number // 2 % 2], min(number**2, 4000)
+        factor = 1.0 + 0.3 * context_bucket(past)
         history.append(worth.on)
         step, drafting = (target, 0.1 * draft) if worth.on else (1.0, 0.1)
         slow = 20.0 * (number in ((40, 44) if on else (22, 25)))
-        costs.record_target(1, length + 1, step)
-        worth.record(length, slow + step + drafting * length)
+        costs.record_target(1, length + 1, step * factor, past)
+        worth.record(length, (slow + step + drafting * length) * factor, past)
     switched = [i for i in range(1, 700) if history[i] != history[i - 1]]
     assert not any(history[:34]) and all(history[34:52]) and history[60:170] == [on] * 110
     assert len(switched) <= 6 and history.count(on) > 550
+
+
+def test_worth_compares_with_what_a_context_cost_before():
+    """Ahead makes the target's step half as dear again, on a context that only rounds with it reach."""
+    costs = Costs()
+    for past in (0, 1024):
+        costs.record_draft(1, 1, 0.1, past)
+        for _ in range(3):
+            costs.record_target(1, 4, 1.0, past)
+    worth = Worth(costs)
+    for _ in range(34):
+        worth.record(3, 1.3, 0)
+    assert worth.on
+    for _ in range(18):
+        costs.record_target(1, 4, 1.5, 1024)
+    for _ in range(18):
+        worth.record(3, 1.5, 1024)
+    assert not worth.on
 
 
 def test_auto_measures_and_true_does_not(monkeypatch):

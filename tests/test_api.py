@@ -203,7 +203,7 @@ def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any) -> None:
 def test_without_a_draft_model_the_free_ones_draft(tokenizer_file: Path) -> None:
     with make(tokenizer_file, draft=False) as single:
         assert single.generate(PROMPT, max_new_tokens=4).draft == "auto"
-        with pytest.raises(UsageError, match=r"\(possible: auto, suffix, recycling, ngram, none\)"):
+        with pytest.raises(UsageError, match=r"\(possible: auto, suffix, siblings, recycling, ngram, none\)"):
             single.generate(PROMPT, draft="model")
 
 
@@ -220,9 +220,9 @@ def test_the_bundle_s_sampling_defaults_apply_unless_given(tokenizer_file: Path)
 def test_different_vocabularies_are_refused(tokenizer_file: Path) -> None:
     codec = Codec(tokenizer_file)
     with pytest.raises(BundleError, match=r"target 512, draft 600"):
-        check_vocabulary(manifest({"target": entry(), "draft": entry(vocab_size=600)}), codec)
+        check_vocabulary(Bundle(Path(), manifest({"target": entry(), "draft": entry(vocab_size=600)})), codec)
     with pytest.raises(BundleError, match="512 ids, the target only 500"):
-        check_vocabulary(manifest({"target": entry(vocab_size=500)}), codec)
+        check_vocabulary(Bundle(Path(), manifest({"target": entry(vocab_size=500)})), codec)
 
 
 def test_what_counts_as_one_prompt() -> None:

@@ -45,9 +45,27 @@ def test_drafters_are_counted_over_kinds(root: Path, tiny_bundle: Path, tmp_path
     command = [sys.executable, str(root / "benchmarks" / "drafters.py"), str(tiny_bundle), "--prompts", str(path)]
     options = ["--max-new-tokens", "12", "--json"]
     report = json.loads(subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout)
-    assert list(report) == ["a", "b"] and all(list(kind) == list(DRAFTS) for kind in report.values())
+    assert list(report) == ["a", "b"] and all(set(kind) == set(DRAFTS) - {"siblings"} for kind in report.values())
     for row in (row for kind in report.values() for row in kind.values()):
         accepted = sum(share["accepted"] for share in row["by_drafter"].values())
         assert accepted + row["rounds"] >= row["tokens"] and row["tokens_per_round"] == row["tokens"] / row["rounds"]
     path.write_text("{}", encoding="utf-8")
     assert "line 1: expected" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.slow
+def test_siblings_are_counted_by_their_number(root: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("x = 1\nx = 1\n", "import")), encoding="utf-8")
+    command = [sys.executable, str(root / "benchmarks" / "siblings.py"), str(tiny_bundle), "--prompts", str(path)]
+    options = ["--max-new-tokens", "6", "--limit", "2", "--temperature", "0.5"]
+    shown = subprocess.run([*command, *options], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert shown[0].split() == ["tokens", "a", "round", "1", "2", "4", "8", "answers"]
+    report = json.loads(subprocess.run([*command, *options, "--json"], check=True, capture_output=True).stdout)
+    assert [line.split()[0] for line in shown[1:]] == list(report) == ["siblings", "model", "suffix", "auto"]
+    for draft, cells in report.items():
+        assert list(cells) == (["2", "4", "8"] if draft == "siblings" else ["1", "2", "4", "8"])
+        for n, cell in cells.items():
+            assert cell["tokens"] <= 12 * int(n) and sum(cell["accepted"].values()) + cell["rounds"] >= cell["tokens"]
+    refused = subprocess.run([*command, "--temperature", "0"], capture_output=True, text=True)
+    assert refused.returncode and "at 0 all answers are the same" in refused.stderr

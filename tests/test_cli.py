@@ -23,7 +23,7 @@ from leadout.scripts.cli import COMMANDS, main
 from leadout.scripts.cmd_generate import summarise, write_stream
 from leadout.scripts.options import given
 
-KEYS = {"text", "token_ids", "finish_reason", "lossless", "rule", "seed", "stats"}
+KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "stats", "sample"}
 STATS = {
     "rounds",
     "drafted",
@@ -164,6 +164,7 @@ def test_bench_reports_every_promised_figure(tiny_bundle: Path, tmp_path: Path, 
     assert report["plain"]["tokens_per_second"] > 0 and report["speculative"]["tokens_per_second"] > 0
     ratio = report["speculative"]["tokens_per_second"] / report["plain"]["tokens_per_second"]
     assert report["speedup"] == pytest.approx(ratio)
+    assert all(share < 1 for share in report["unaccounted"].values()) and report["cost_ms"]["host"] > 0
     assert report["predicted_speedup"] > 0 and 0 < report["host_share"] < 1
     assert 0 <= report["acceptance_rate"] <= 1 and report["tokens_per_round"] >= 1
     assert sum(share["rounds"] for share in report["by_drafter"].values()) > 0

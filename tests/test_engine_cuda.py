@@ -21,6 +21,7 @@ from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
+from leadout.runtime.trees import ancestry
 
 C = Shape()
 START = np.zeros(1, np.int64)
@@ -81,10 +82,15 @@ def test_a_gpu_takes_the_variant_for_ragged_rows(device: SlotEngine) -> None:
     assert device.variant == "nonpad"
 
 
-def test_the_same_bits_as_on_the_cpu_and_nothing_crosses_by_itself(device: SlotEngine, model: Model) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_same_bits_as_on_the_cpu_and_nothing_crosses_by_itself(
+    device: SlotEngine, model: Model, graphs: bool
+) -> None:
+    device.graphs = graphs
     cpu = SlotEngine(model, variant="nonpad")
     rows, lengths = tokens(C, 3, 40), at(17, 3, 9)
     ids = 8 * (3 * 17 * 2 + 3 + 3) + 8 * (3 * 4 * 3 + 3)  # tokens, positions, lengths, wanted logits of both steps
+    ids *= graphs  # else ONNX Runtime copies them
     new = np.stack([row[n : n + 4] for row, n in zip(rows, lengths, strict=True)])
     for engine in (device, cpu):
         engine.reset(3)
@@ -140,7 +146,14 @@ def test_a_later_step_takes_the_place_of_an_earlier_one(device: SlotEngine) -> N
         logits[0][0].argmax()
 
 
+def test_no_graph_is_recorded_unless_that_is_asked_for(device: SlotEngine) -> None:
+    for _ in range(2):
+        device.forward(tokens(C, 1, 5), START)
+    assert not device.graphs and device._session.runs == [None, None] and device.graph_error == ""
+
+
 def test_every_shape_has_a_graph_of_its_own_and_prompts_have_none(device: SlotEngine) -> None:
+    device.graphs = True
     rows = tokens(C, 1, 60)
     for _ in range(2):
         for width in (40, 5, 1):  # widest first: else the room for logits grows, and moves
@@ -160,12 +173,15 @@ def test_graphs_can_be_switched_off_and_change_nothing(device: SlotEngine) -> No
 
 
 def test_a_graph_that_cannot_be_recorded_is_done_without_and_the_reason_kept(device: SlotEngine) -> None:
+    device.graphs = True
     rows = tokens(C, 1, 12)
     expected = [np.array(device.forward(rows[:, :8], START)), np.array(device.forward(rows[:, 8:], at(8)))]
     device._session.fault = "operation not permitted when stream is capturing"
     found = [np.array(device.forward(rows[:, :8], START)), np.array(device.forward(rows[:, 8:], at(8)))]
     assert all(np.array_equal(*each) for each in zip(found, expected, strict=True))
     assert not device.graphs and "capturing" in device.graph_error and set(device._session.runs) == {None}
+    device.graphs = True
+    assert device.graph_error == "", "another try is another try"
 
 
 def test_a_graph_that_onnx_runtime_refuses_to_open_is_opened_without(
@@ -180,6 +196,7 @@ def test_a_graph_that_onnx_runtime_refuses_to_open_is_opened_without(
 
     monkeypatch.setattr(ort, "open_session", refusing)
     engine = SlotEngine(model, provider="cuda")
+    engine.graphs = True
     assert not engine.graphs and "not all nodes" in engine.graph_error
     engine.close()
     with pytest.raises(EngineError, match="provider 'cpu' runs without CUDA graphs"):
@@ -210,3 +227,25 @@ def test_recording_is_alone_and_other_steps_are_not() -> None:
     for thread in threads:
         thread.join(5)
     assert order == ["both", "beside", "alone"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model, graphs: bool) -> None:
+    """A step that branches and the compaction of one branch: the CPU's bits, and nothing crosses by itself. No graph
+    is made of it, whatever becomes of the other steps."""
+    device.graphs = graphs
+    cpu = SlotEngine(model, variant="nonpad")
+    rows, fed = tokens(C, 2, 30), tokens(C, 2, 6, seed=2)
+    sees = np.stack([ancestry([-1, -1, 0, 1, 3], 6), ancestry([-1, 0, 0, 2, 2], 6)])
+    for engine in (device, cpu):
+        engine.reset(2)
+        engine.forward(rows, at(0, 0))
+    found, expected = device.forward_tree(fed, at(30, 21), sees), np.array(cpu.forward_tree(fed, at(30, 21), sees))
+    assert host(device).moved == {"up": graphs * 8 * (2 * 30 * 2 + 2 + 2 * 30), "down": 0}, "those of the prompt"
+    assert device._sessions["tree", False].runs == [None]
+    assert np.array_equal(np.asarray(found), expected)
+    for engine in (device, cpu):
+        engine.compact(0, 31, [1, 3, 4])
+        engine.compact(1, 22, [0, 2, 4])
+    again = [np.array(engine.forward(fed, at(34, 25))) for engine in (device, cpu)]
+    assert np.array_equal(*again)

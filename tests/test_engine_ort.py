@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support_graphs import LOWERINGS, Shape, reference, tokens, write
+from support_graphs import BRANCHING, LOWERINGS, Shape, reference, tokens, write
 
 from leadout.bundle import Model
 from leadout.engines import open_engine, providers
@@ -248,7 +248,8 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
 
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
     with pytest.raises(
-        BundleError, match="no graph variant 'flat' \\(it has: canonical, gqa, gqa_even, grouped, nonpad\\)"
+        BundleError,
+        match=r"no graph variant 'flat' \(it has: canonical, gqa, gqa_even, grouped, nonpad, tree, tree_gqa\)",
     ):
         SlotEngine(models["fp32"], variant="flat")
     pinned = SlotEngine(models["fp32"], variant="gqa")
@@ -258,7 +259,7 @@ def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
 
 def test_a_bundle_without_variants_runs_canonically(models: dict[str, Model], tmp_path: Path) -> None:
     model = write(Shape(), tmp_path)
-    for name in LOWERINGS:
+    for name in LOWERINGS | BRANCHING:
         del model.entry.variants[name]  # type: ignore[attr-defined]
     engine = SlotEngine(model, exact=True)
     assert engine.variant == "canonical" and engine.spec.narrowest == 2

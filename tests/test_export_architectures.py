@@ -116,14 +116,14 @@ def tiny(name: str, **changes: Any) -> Checkpoint:
 
 def build(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None] = silent) -> Any:
     folder.mkdir()
-    return export_model(checkpoint, folder, "fp32", checkpoint.vocab_size, progress)
+    return export_model(checkpoint, folder, "fp32", progress)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
 def test_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
     entry = build(tiny(name), tmp_path / "target")
     assert max(entry.parity.values()) <= 1e-4, entry.parity
-    wanted = CONFIGS[name][2] | (set(EVEN) if "gqa" in CONFIGS[name][2] else set())
+    wanted = CONFIGS[name][2] | ({*EVEN, "tree", "tree_gqa"} if "gqa" in CONFIGS[name][2] else set())
     assert set(entry.variants) - {"canonical"} == wanted
     assert set(entry.parity) == {"capture", "simplify", "pack"} | wanted
     for variant in set(EVEN) & wanted:

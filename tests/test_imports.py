@@ -22,6 +22,7 @@ with leadout.load(bundle) as pair:
         assert len(pair.generate("def f(x):", draft=draft, max_new_tokens=6, ignore_eos=True).token_ids) == 6
     assert len(pair.generate(["a = 1", "b"], temperature=1.0, max_new_tokens=6)) == 2
     assert list(pair.stream("def f(x):", max_new_tokens=6))
+    assert len(pair.generate("def f(x):", n=3, draft="siblings", temperature=1.0, max_new_tokens=6)) == 3
 for command in (["generate", bundle, "-p", "x", "--max-new-tokens", "3"], ["check", bundle], ["inspect", bundle]):
     with contextlib.redirect_stdout(io.StringIO()):
         main(command, standalone_mode=False)

@@ -195,8 +195,10 @@ MUTANTS = [
         "draw(residual(row, q[i]))",
         "draw(row)",
     ),
-    Mutant("abs() residual", verify, "excess", "np.maximum(weight * p - q, 0.0)", "np.abs(weight * p - q)"),
-    Mutant("residual of the wrong way round", verify, "excess", "weight * p - q", "q - weight * p"),
+    Mutant("abs() residual", verify, "excess", "np.maximum(rest, 0.0, out=rest)", "np.abs(rest)"),
+    Mutant(
+        "residual of the wrong way round", verify, "excess", "np.maximum(rest, 0.0, out=rest)", "np.maximum(-rest, 0.0)"
+    ),
     Mutant(
         "residual from the next row",
         verify,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import test_ahead
+import test_ahead_beside
 from test_mutants import Mutant, must_die
 
 from leadout.runtime import ahead, drafters, sampling
@@ -52,9 +53,18 @@ def the_thread_is_at_rest(monkeypatch):
 def it_is_off_where_it_loses(monkeypatch):
     test_ahead.test_worth_goes_the_better_way_and_tries_the_other_again(1.2, 0.2, True)
     test_ahead.test_worth_goes_the_better_way_and_tries_the_other_again(1.5, 0.1, False)
+    test_ahead.test_worth_compares_with_what_a_context_cost_before()
+
+
+def watched_drafts_teach_what_was_seen(monkeypatch):
+    for most in (2, None):
+        with monkeypatch.context() as patch:
+            test_ahead_beside.test_watched_drafts_write_the_same_text(most, patch)
+    test_ahead_beside.test_a_resumed_draft_asks_before_it_grows()
 
 
 CHECKS = [
+    watched_drafts_teach_what_was_seen,
     rounds_are_the_same,
     lengths_change,
     steps_are_saved,
@@ -79,7 +89,7 @@ MUTANTS = [
     Mutant("the cache of a dropped draft stays", A, "_settle", "same = agreement(", "same = 99 + 0 * agreement("),
     Mutant("a draft longer than was asked for", A, "_settle", "tokens[:length]", "tokens"),
     Mutant("a cut draft's cache counts", A, "_begin", "row.sequence.cached + len(draft.tokens)", "10**6"),
-    Mutant("the bonus token is not supposed", A, "_work", "run.supposed += self", "self"),
+    Mutant("the bonus token is not supposed", A, "_work", "run.supposed += guessed", "guessed"),
     Mutant(
         "the verified drafts are not supposed", A, "_work", "suppose(run.row, run.supposed)", "suppose(run.row, [])"
     ),
@@ -97,17 +107,17 @@ MUTANTS = [
     Mutant("q of another token", A, "_settle", "q and q[:length]", "q and [q[0]] * length"),
     Mutant("faults are swallowed", A, "_end", "work.exception()", "work.exception() and None"),
     Mutant("the worker is not waited for", A, "_end", "work.exception()", "None"),
-    Mutant("steps are not saved", drafters.ModelDrafter, "resume", "n - len(draft.tokens) for", "n for"),
-    Mutant("drafts are begun anew", drafters.ModelDrafter, "_lacking", "*draft.tokens[max(0, valid - length) :]", ""),
+    Mutant("kept tokens are charged", drafters.ModelDrafter, "resume", "self.steps + 1", "longest + 1"),
+    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*draft.tokens[max(0, valid - length) :]", ""),
     Mutant("the slower way is taken", ahead.Worth, "_decide", "with_it < without", "with_it > without"),
     Mutant("slow first calls decide", ahead.Worth, "_decide", "[:-_OUTLIERS]", ""),
+    Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.measured())", "self._costs"),
+    Mutant("drafts nobody watched have classes", drafters.ModelDrafter, "resume", "classes if new else []", "classes"),
+    Mutant("a resumed draft grows unasked", drafters.ModelDrafter, "resume", "not longest or", "not self.steps or"),
     Mutant(
-        "prices follow what is done",
-        ahead.Worth,
-        "record",
-        "ratios = self",
-        "self._expected = [l * 0.1 + t for l, t in enumerate(self._costs.target(1)[1:])]\n    ratios = self",
+        "kept drafts are certain", drafters.ModelDrafter, "resume", "watch.missed(place, len(draft.tokens))", "pass"
     ),
+    Mutant("all contexts cost alike", ahead.Worth, "_price", "context_bucket(past)", "0"),
 ]
 
 

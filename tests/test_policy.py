@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from leadout.runtime.costs import Costs
+from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace, cap
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 
@@ -169,3 +169,50 @@ def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 0) == 1, "the seven wait for nothing else"
     assert cap([(sure, 16), *[(unsure, 1)] * 2], seconds, 0) == 16
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 12) == 12, "a fixed draft has made the step that wide"
+
+
+def test_contexts_cost_alike_up_to_each_doubling():
+    assert [context_bucket(past) for past in (0, 127, 128, 255, 256, 1023, 1024)] == [0, 0, 1, 1, 2, 3, 4]
+    table = Costs()
+    for past, seconds in ((10, 1.0), (200, 1.5), (900, 4.0)):
+        table.record_target(1, 2, seconds, past)
+        table.record_draft(1, 2, seconds, past)
+    assert [table.target(1, past)[2] for past in (0, 130, 600, 5000)] == [1.0, 1.5, 4.0, 4.0]
+    assert [table.draft(1, past) for past in (0, 130, 600, 5000)] == [0.5, 0.75, 2.0, 2.0]
+
+
+def test_what_a_place_of_the_table_lacks_is_scaled_from_its_neighbour():
+    table = Costs()
+    for width, seconds in ((2, 1.0), (5, 1.5), (9, 2.0)):
+        table.record_target(1, width, seconds)
+    table.record_target(1, 5, 3.0, 300)  # twice what it is on short contexts
+    table.record_target(4, 2, 4.0)
+    assert [table.target(1, 300)[width] for width in (2, 5, 9)] == pytest.approx([2.0, 3.0, 4.0])
+    assert [table.target(4)[width] for width in (2, 5, 9)] == pytest.approx([4.0, 6.0, 8.0])
+    assert [table.target(1)[width] for width in (2, 5, 9)] == pytest.approx([1.0, 1.5, 2.0])
+
+
+def test_a_table_on_disk_stands_in_for_the_start_up_until_it_is_outvoted():
+    first = costs(per_draft=0.1)
+    first.record_host(1, 0.25)
+    again = Costs(first.measured())
+    assert again.first_length(16) is None and not again.counts
+    assert (again.target(1), again.draft(1), again.host(1)) == (first.target(1), first.draft(1), first.host(1))
+    for _ in range(3):
+        again.record_host(1, 1.0)
+    assert again.host(1) == 0.25
+    again.record_host(1, 1.0)
+    assert again.host(1) == 1.0
+
+
+def test_a_bill_is_what_was_counted_at_what_it_costs():
+    table = Costs()
+    for seconds in (1.0, 2.0, 9.0):
+        table.record_target(1, 5, seconds, 300)
+    table.record_draft(1, 4, 2.0)
+    table.record_host(1, 0.25)
+    assert table.price(table.counts) == pytest.approx({"target": 6.0, "draft": 2.0, "host": 0.25})
+
+
+def test_a_draft_longer_than_anything_is_expected_of_it_adds_nothing() -> None:
+    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0) == 2

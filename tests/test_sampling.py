@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from leadout.errors import EngineError, UsageError
 from leadout.runtime.noise import Noise
-from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.sampling import Chain, Sampler, draw
 from leadout.runtime.settings import Settings
 
 VOCAB = 12
@@ -145,10 +145,13 @@ BAD = [
     ({"stop": "text"}, "stop must be"),
     ({"stop_token_ids": (-4,)}, "token id"),
     ({"seed": -1}, "seed must be an integer from 0"),
-    ({"draft": "medusa"}, r"draft 'medusa' is unknown \(one of: auto, model, suffix, recycling, ngram, none\)"),
+    (
+        {"draft": "medusa"},
+        r"draft 'medusa' is unknown \(one of: auto, model, suffix, siblings, recycling, ngram, none\)",
+    ),
     ({"draft_length": 17}, "draft_length must be an integer from 0 to 16 or 'auto', not 17"),
     ({"draft_length": "long"}, "draft_length"),
-    ({"rule": "typical"}, "rule 'typical' is unknown"),
+    ({"rule": "beam"}, "rule 'beam' is unknown"),
     ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0, not 1"),
 ]
 
@@ -171,3 +174,15 @@ def test_token_ids_outside_the_vocabulary_are_refused():
     for options in ({"logit_bias": {VOCAB: 1.0}}, {"stop_token_ids": (VOCAB,)}):
         with pytest.raises(UsageError, match=f"token id {VOCAB} is outside the vocabulary"):
             Chain(Settings(**options), VOCAB, [], ())
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 65, 200, 4097])
+def test_a_draw_is_the_inverse_of_the_cumulative_law(size: int) -> None:
+    rng = np.random.default_rng(size)
+    law = rng.integers(0, 4, size).astype(float)  # whole numbers: every order of summing gives the same
+    law[rng.integers(size)] = 2.0
+    total = int(law.sum())
+    drawn = [draw(law, (i + 0.5) / total) for i in range(total)]
+    assert drawn == np.repeat(np.arange(size), law.astype(int)).tolist()
+    assert draw(law, 0.0) == np.flatnonzero(law)[0]
+    assert draw(law, np.nextafter(1.0, 0.0)) == draw(law, 1.0) == np.flatnonzero(law)[-1], "and rounding never beyond"

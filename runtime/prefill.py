@@ -1,0 +1,23 @@
+"""Decides which prompts go through a model: of equal ones the first, and the other rows are copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .steps import Stepper
+
+
+def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]]) -> None:
+    """Bring prompts[b] (may be empty) into row b of an engine that was reset for all rows. No logits are wanted.
+
+    Rows of equal prompts hold the bits each would hold alone wherever a step's bits do not depend on its rows.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    sources = [first.setdefault(tuple(prompt), len(first)) for prompt in prompts]
+    if not any(first):
+        return
+    stepper.last_logits(list(first), [0] * len(first))
+    # No source stands behind its copies: from the end on, nothing is overwritten that is still to be copied.
+    for place in reversed(range(len(prompts))):
+        if prompts[place] and sources[place] != place:
+            stepper.engine.copy_row(sources[place], place)

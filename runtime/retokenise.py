@@ -1,0 +1,97 @@
+"""Decides how one text is read by two tokenizers: it grows in the target's tokens and is kept in the draft's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from .text import CONTEXT_IDS
+
+_TAIL = 256  # characters that are cut anew each round, at least; what is before them is settled
+_ANCHOR = 48  # characters of context, at least, from which a tokenizer cuts as in the middle of a text
+_WORD = re.compile(r"(?<=\S)(?=\s)")  # where hardly any tokenizer joins what is left and right of it
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizers:
+    """Those of target and draft."""
+
+    target: Tokenizer
+    draft: Tokenizer
+
+
+class Transcript:
+    """One request's text. ``own`` are the draft's ids of it, its opening ones (a BOS token) first; of special tokens
+    of the target there is no text. ``whole``: no character is unfinished."""
+
+    def __init__(self, tokenizers: Tokenizers) -> None:
+        self._tokenizers = tokenizers
+        self._decode = DecodeStream(skip_special_tokens=True)
+        self._special = special_ids(tokenizers.target)
+        self._settled = opening(tokenizers.draft)
+        self._seen = 0
+        self._anchor = self._tail = ""
+        self.own = list(self._settled)
+        self.whole = True
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """The text is now ``tokens`` (the target's ids), which begin with what they were before."""
+        if len(tokens) == self._seen:
+            return
+        for token in tokens[self._seen :]:
+            piece = self._decode.step(self._tokenizers.target, token)
+            self._tail += piece or ""
+            self.whole = piece is not None or (token in self._special and self.whole)
+        self._seen = len(tokens)
+        if len(self._tail) > 2 * _TAIL:
+            self._settle()
+        self.own = self._settled + continuation(self._tokenizers.draft, self._anchor, self._tail)
+
+    def drafted(self, own: Sequence[int]) -> list[int]:
+        """The target's tokens of what the draft wrote in ``own`` ids after the text; an unfinished character is left
+        out (2502.05202, algorithm 2: with look-back, for tokens depend on what is before them)."""
+        before = [*self.own[-CONTEXT_IDS:]]
+        head = self._tokenizers.draft.decode(before, skip_special_tokens=True)
+        new = self._tokenizers.draft.decode([*before, *own], skip_special_tokens=True)[len(head) :].rstrip("\ufffd")
+        return continuation(self._tokenizers.target, _anchor(self._anchor + self._tail), new) if new else []
+
+    def _settle(self) -> None:
+        """Leave a tail of _TAIL characters and a bit, from the start of a word."""
+        if (cut := _last_word(self._tail, len(self._tail) - _TAIL)) > 0:
+            self._settled = self._settled + continuation(self._tokenizers.draft, self._anchor, self._tail[:cut])
+            self._anchor, self._tail = _anchor(self._anchor + self._tail[:cut]), self._tail[cut:]
+
+
+def continuation(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """The ids of ``text`` where it follows ``before``; by itself, where a token would reach across."""
+    head: list[int] = tokenizer.encode(before, add_special_tokens=False).ids if before else []
+    whole: list[int] = tokenizer.encode(before + text, add_special_tokens=False).ids
+    if whole[: len(head)] == head:
+        return whole[len(head) :]
+    alone: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return alone
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids that stand for no text."""
+    return frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+def opening(tokenizer: Tokenizer) -> list[int]:
+    """The special ids that the tokenizer puts before a text."""
+    encoding, special = tokenizer.encode("a"), special_ids(tokenizer)
+    first = next((i for i, token in enumerate(encoding.ids) if token not in special), 0)
+    return list(encoding.ids[:first])
+
+
+def _last_word(text: str, limit: int) -> int:
+    """The last place up to ``limit`` where a word starts, with the space before it; 0 for none."""
+    return max((found.start() for found in _WORD.finditer(text, 0, max(limit, 0))), default=0)
+
+
+def _anchor(text: str) -> str:
+    return text[_last_word(text, len(text) - _ANCHOR) :]

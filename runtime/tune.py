@@ -1,0 +1,223 @@
+"""Decides what speculation promises on this device, from costs measured in the loop and the acceptance of the user's
+own prompts; and holds the promise against what is then observed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..engines import Engine
+from ..errors import UsageError
+from .bench import Bench, Group, decode
+from .cascade import Plan
+from .costs import Cost, Costs
+from .decoder import Decoder
+from .pair import Pair
+from .policy import FixedLength, Policy
+from .sequence import Row
+from .settings import MAX_DRAFT_LENGTH, Settings
+from .stats import Stats
+
+_EACH = 5  # rounds of each draft length, at least
+_CONTEXT_TOKENS = 64  # new tokens on each longer context
+
+
+class Sweep(Decoder):
+    """Drafts a different length each round, every one equally often and in no order, the same for all rows: so that
+    each step is measured as it is in life, after others and with cold caches, and all of them in the same minutes."""
+
+    def __init__(self, target: Engine, draft: Engine, *, exact: bool) -> None:
+        super().__init__(target, draft, exact=exact)
+        self._fixed = FixedLength(0)
+        self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
+        self.narrowest = self._target.narrowest
+        self.rounds = 0
+
+    def _policy(self, settings: Settings) -> Policy:
+        return self._fixed
+
+    def _plan(self, rows: list[Row]) -> list[Plan]:
+        self._fixed.fixed = next(self._lengths)
+        self.rounds += 1
+        return super()._plan(rows)
+
+
+def _shuffled(longest: int) -> Iterator[int]:
+    order, rng = list(range(longest + 1)), random.Random(0)
+    while True:
+        rng.shuffle(order)
+        yield from order
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What drafts of one draft model are worth with ``rows`` rows a step: ``speedup[k]`` over the fastest plain decode
+    and ``tokens[k]`` a row and round with drafts of k, ``acceptance`` of tested drafts, ``draft_ms`` a drafted token,
+    ``plain_ms`` and ``round_ms[k]`` a round."""
+
+    rows: int
+    speedup: list[float]
+    tokens: list[float]
+    acceptance: float
+    draft_ms: float
+    plain_ms: float
+    round_ms: list[float]
+
+    @property
+    def best(self) -> int:
+        return self.speedup.index(max(self.speedup))
+
+
+class Tuner:
+    """One measurement of one pair. ``measure`` per number of rows, then ``costs`` to keep."""
+
+    def __init__(
+        self, pair: Pair, settings: dict[str, Any], longest_context: int = 1024, plain: Engine | None = None
+    ) -> None:
+        """``settings`` as for ``Pair.generate``, but who drafts and how much; ``plain`` decodes plainly, if not the
+        pair's own target. Contexts are measured up to
+        ``longest_context`` tokens, and on the prompts as they are. Raises UsageError for a bundle without a draft."""
+        if pair.draft is None:
+            raise UsageError("this bundle has no draft model; there is nothing to tune")
+        self.pair, self.settings = pair, pair.settings(settings | {"draft": "model"})
+        self._given, self._longest = settings, longest_context
+        self._bare, self._plain = plain, Decoder(plain or pair.target, None, exact=False)
+        self._sweep = Sweep(pair.target, pair.draft, exact=pair.exact)
+
+    def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
+        """Measure with ``rows`` rows a step on ``prompts``; ``draft`` instead of the bundle's own."""
+        sweep = self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact)
+        settings = replace(self.settings, ignore_eos=True)
+        groups = grouped(prompts, rows)
+        stats: list[Stats] = []
+        for number, group in enumerate(itertools.cycle(groups)):
+            decode(self._plain, group, replace(settings, draft="none"), self.pair)
+            stats += decode(sweep, group, settings, self.pair)[1]
+            if number + 1 >= len(groups) and sweep.rounds >= _EACH * (MAX_DRAFT_LENGTH + 1):
+                break
+        sweep.rounds = 0
+        past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
+        return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest)
+
+    def measure_contexts(self, prompts: Group, rows: int) -> None:
+        """Add steps on longer contexts, of the prompts one after the other."""
+        text = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), self._longest))
+        widest = self.pair.target.spec.max_context - _CONTEXT_TOKENS - MAX_DRAFT_LENGTH - 1
+        settings = replace(self.settings, ignore_eos=True, max_new_tokens=_CONTEXT_TOKENS)
+        length = 128
+        while length <= min(self._longest, widest):
+            group = [text[:length]] * rows
+            while self._sweep.rounds < _EACH * (MAX_DRAFT_LENGTH + 1):
+                decode(self._plain, group, replace(settings, draft="none"), self.pair)
+                decode(self._sweep, group, settings, self.pair)
+            self._sweep.rounds = 0
+            length *= 2
+
+    def costs(self) -> list[Cost]:
+        """All that was measured of the bundle's own pair."""
+        return self._sweep.costs.measured()
+
+    def observe(self, prompts: Group, rows: int, **change: Any) -> dict[str, Any]:
+        """What `leadout bench` says of these prompts with ``change`` in the settings."""
+        return Bench(self.pair, self._given | change, rows, self._bare).run(prompts)
+
+
+def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int) -> Promise:
+    """Predict from costs and from the tests of ``stats``: tokens a round, 1 + the sum of survivals (2211.17192,
+    section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate."""
+    steps, alone = pair.target(rows, past), plain.target(rows, past)
+    assert steps is not None and alone is not None, "measured before"
+    draft, host = pair.draft(rows, past), pair.host(rows)
+    rates, tokens, survival = acceptance(stats), [1.0], 1.0
+    for rate in rates:
+        tokens.append(tokens[-1] + (survival := survival * rate))
+    seconds = [host + steps[max(k + 1, narrowest)] + k * draft for k in range(MAX_DRAFT_LENGTH + 1)]
+    plain_seconds = plain.host(rows) + alone[1]
+    tested = sum(row.tested for row in stats)
+    return Promise(
+        rows=rows,
+        speedup=[gain * plain_seconds / took for gain, took in zip(tokens, seconds, strict=True)],
+        tokens=tokens,
+        acceptance=sum(row.accepted for row in stats) / tested if tested else 0.0,
+        draft_ms=1e3 * draft,
+        plain_ms=1e3 * plain_seconds,
+        round_ms=[1e3 * took for took in seconds],
+    )
+
+
+def acceptance(stats: Sequence[Stats]) -> list[float]:
+    """Of each of 16 positions, how many drafts were accepted of those that were reached there."""
+    rates: list[float] = []
+    for position in range(MAX_DRAFT_LENGTH):
+        tested = sum(row.tested_per_position[position] for row in stats if len(row.tested_per_position) > position)
+        accepted = sum(row.accepted_per_position[position] for row in stats if len(row.tested_per_position) > position)
+        rates.append(accepted / tested if tested else (rates[-1] if rates else 0.0))
+    return rates
+
+
+def grouped(prompts: Group, rows: int) -> list[Group]:
+    """Groups of exactly ``rows`` prompts; the last is filled up from the first."""
+    endless = itertools.chain(prompts, itertools.cycle(prompts))
+    return [list(itertools.islice(endless, rows)) for _ in range(-(-len(prompts) // rows))]
+
+
+def tune(
+    pair: Pair,
+    prompts: Group,
+    settings: dict[str, Any],
+    batch_sizes: Sequence[int],
+    candidates: dict[str, Engine],
+    *,
+    plain: Engine | None = None,
+    longest_context: int = 1024,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[dict[str, Any], list[Cost]]:
+    """The report that `leadout tune --json` prints, and the costs to keep."""
+    tuner = Tuner(pair, settings, longest_context, plain)
+    report: dict[str, Any] = {"batch_sizes": {}, "drafts": {}, "prompts": len(prompts)}
+    for rows in batch_sizes:
+        progress(f"{rows} at once: each draft length in turn")
+        found = tuner.measure(prompts, rows)
+        progress(f"{rows} at once: longer contexts")
+        tuner.measure_contexts(prompts, rows)
+        progress(f"{rows} at once: drafts of {found.best}, observed")
+        report["batch_sizes"][rows] = _as_report(found) | held(found, tuner, prompts)
+        drafts = {"the bundle's own": found}
+        for name, engine in candidates.items():
+            progress(f"{rows} at once: the draft of {name}")
+            drafts[name] = tuner.measure(prompts, rows, engine)
+        report["drafts"][rows] = {name: _as_report(each) for name, each in drafts.items()}
+    return report | {"contexts": sorted({cost.context for cost in tuner.costs()})}, tuner.costs()
+
+
+def held(found: Promise, tuner: Tuner, prompts: Group) -> dict[str, Any]:
+    """The promise of the best length against the same length observed, and what ``auto`` makes of it. ``tokens_rest``
+    and ``time_rest`` are the shares by which tokens a round and speed per round were off."""
+    k = found.best
+    change = {"draft": "model", "draft_length": k} if k else {"draft": "none"}
+    seen = tuner.observe(prompts, found.rows, **change)
+    off = seen["speedup"] / found.speedup[k] - 1.0
+    tokens = seen["tokens_per_round"] / found.tokens[k] - 1.0
+    return {
+        "observed": seen["speedup"],
+        "off": off,
+        "tokens_rest": tokens,
+        "time_rest": (1.0 + off) / (1.0 + tokens) - 1.0,
+        "unaccounted": seen["unaccounted"],
+        "auto": tuner.observe(prompts, found.rows, draft="auto", draft_length="auto")["speedup"],
+    }
+
+
+def _as_report(found: Promise) -> dict[str, Any]:
+    return {
+        "predicted": found.speedup,
+        "tokens": found.tokens,
+        "round_ms": found.round_ms,
+        "plain_ms": found.plain_ms,
+        "best_length": found.best,
+        "acceptance_rate": found.acceptance,
+        "draft_ms": found.draft_ms,
+    }

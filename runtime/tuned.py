@@ -1,0 +1,160 @@
+"""Decides which measured costs belong to this device, and how they are kept in a bundle: ``tuned.json``.
+
+The file stands beside ``leadout.json`` and outside its checks, for it is written on the device: it holds numbers that
+steer speed and never text. It names the manifest it was measured with by SHA-256, and each table the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from ..bundle import MANIFEST, Bundle, parse
+from ..errors import BundleError
+from .costs import Cost
+from .settings import MAX_DRAFT_LENGTH
+
+FORMAT = 1
+TUNED = "tuned.json"
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+_MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
+_PARTS = ("target", "draft", "host")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """What costs depend on besides the bundle. ``runtime`` is ONNX Runtime's version."""
+
+    processor: str
+    cores: int
+    provider: str
+    draft_provider: str
+    threads: int
+    variant: str
+    exact: bool
+    runtime: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuning:
+    """One device's table."""
+
+    device: Device
+    costs: tuple[Cost, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuned:
+    """``tuned.json``. ``manifest`` is the SHA-256 (hex) of the ``leadout.json`` it was measured with."""
+
+    format: int
+    manifest: str
+    tunings: tuple[Tuning, ...]
+
+
+def this_device(*, provider: str, draft_provider: str | None, threads: int, variant: str, exact: bool) -> Device:
+    """The machine this runs on, as it is used."""
+    return Device(
+        processor=processor(),
+        cores=os.cpu_count() or 1,
+        provider=provider,
+        draft_provider=draft_provider or provider,
+        threads=threads,
+        variant=variant,
+        exact=exact,
+        runtime=", ".join(f"{name} {version}" for name in _RUNTIMES if (version := _version(name))),
+    )
+
+
+def read(bundle: Bundle, device: Device) -> tuple[tuple[Cost, ...], str]:
+    """What ``tuned.json`` knows of ``device``, and a note where there is a file and it knows nothing.
+
+    Raises BundleError for a file that is not one.
+    """
+    path = bundle.path / TUNED
+    if not path.exists():
+        return (), ""
+    found = _read(path)
+    if found.manifest != _manifest(bundle):
+        return (), f"{TUNED} was measured with another export; measure again with: leadout tune {bundle.path}"
+    costs = next((tuning.costs for tuning in found.tunings if tuning.device == device), ())
+    other = f"{TUNED} does not know this device used this way; measure with: leadout tune {bundle.path}"
+    return costs, "" if costs else other
+
+
+def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
+    """Put the costs of ``device`` into the bundle, in place of what it had; whole or not at all.
+
+    Tables of other devices stay if they belong to the same export. Raises BundleError if it cannot be written.
+    """
+    path, manifest, kept = bundle.path / TUNED, _manifest(bundle), list[Tuning]()
+    if path.exists() and (found := _read(path)).manifest == manifest:
+        kept = [tuning for tuning in found.tunings if tuning.device != device]
+    tuned = Tuned(FORMAT, manifest, (*kept, Tuning(device, tuple(costs))))
+    aside = path.with_name(f".{TUNED}.{os.getpid()}.partial")
+    try:
+        aside.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise BundleError(
+            f"cannot write '{path}': {error.strerror or error}; tune a copy of the bundle, or use --no-save"
+        ) from None
+    return path
+
+
+def _read(path: Path) -> Tuned:
+    try:
+        if path.is_symlink():
+            raise BundleError(f"{path} is a link; only plain files are read")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise BundleError(f"{path}: not of format {FORMAT}")
+        tuned: Tuned = parse(Tuned, raw, str(path))
+        for cost in (cost for tuning in tuned.tunings for cost in tuning.costs):
+            _check(cost, path)
+    except (ValueError, OSError, BundleError) as error:
+        raise BundleError(f"{error} (delete {path.name}, it is only measurements, and run: leadout tune)") from None
+    return tuned
+
+
+def _check(cost: Cost, path: Path) -> None:
+    ranges = {
+        "rows": (1, _MOST_ROWS),
+        "context": (0, _MOST_BUCKETS),
+        "width": (1, MAX_DRAFT_LENGTH + 1),
+        "seconds": (1e-9, _LONGEST),
+    }
+    if cost.part not in _PARTS:
+        raise BundleError(f"{path}: part '{cost.part}' is unknown (one of: {', '.join(_PARTS)})")
+    for name, (low, high) in ranges.items():
+        if not (math.isfinite(value := getattr(cost, name)) and low <= value <= high):
+            raise BundleError(f"{path}: {name} must be from {low:g} to {high:g}, not {value:g}")
+
+
+def _manifest(bundle: Bundle) -> str:
+    return hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,146 @@
+"""`leadout tune`: measure what steps cost on this device, keep it in the bundle, and say what to expect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from .cmd_bench import BUILT_IN, CHECKOUT, bare_target, progress
+from .options import ENGINE, options, read_prompts
+
+if TYPE_CHECKING:
+    from ..engines import Engine
+    from ..runtime.pair import Pair
+
+
+def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    """``1,4,16``: each at least 1."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in value.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise click.BadParameter(f"'{value}' is not a list of numbers of at least 1, for instance 1,4")
+    return found
+
+
+@click.command("tune")
+@click.argument("bundle", type=click.Path())
+@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ...} a line: your own.')
+@click.option("--limit", default=12, show_default=True, metavar="N", help="Only the first N prompts.")
+@click.option(
+    "--batch-sizes", default="1,4", show_default=True, callback=sizes, metavar="N,N", help="Prompts at once, in turn."
+)
+@click.option("--draft", "drafts", multiple=True, metavar="BUNDLE", help="A bundle with another draft. Repeatable.")
+@click.option("--max-new-tokens", default=128, show_default=True, metavar="N", help="Tokens to write for each prompt.")
+@click.option("--temperature", default=0.0, show_default=True, metavar="T", help="0 is greedy.")
+@click.option("--context", default=1024, show_default=True, metavar="N", help="Measure contexts of up to N tokens.")
+@click.option("--save/--no-save", default=True, show_default=True, help="Keep the costs in the bundle.")
+@options(ENGINE)
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
+def command(
+    bundle: str,
+    prompts: str | None,
+    limit: int,
+    batch_sizes: tuple[int, ...],
+    drafts: tuple[str, ...],
+    max_new_tokens: int,
+    temperature: float,
+    context: int,
+    save: bool,
+    as_json: bool,
+    provider: str,
+    draft_provider: str | None,
+    threads: int | None,
+    variant: str,
+    exact: bool,
+) -> None:
+    """Measure what the steps of BUNDLE cost on this device and how much of the draft your prompts accept.
+
+    Prints the speedup to expect for each draft length and number of prompts at once, beside what was observed. The
+    costs are kept in BUNDLE/tuned.json, where `leadout generate` starts from them; on a CPU only, for other devices
+    have no name here.
+    """
+    from ..runtime import tuned
+    from ..runtime.pair import cores, load
+    from ..runtime.tune import tune
+
+    if limit < 1 or context < 1:
+        raise UsageError("--limit and --context must be at least 1")
+    path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
+    rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant}
+    with (
+        load(bundle, **where, threads=threads, exact=exact, draft_ahead=False) as pair,
+        contextlib.ExitStack() as opened,
+    ):
+        candidates = {name: opened.enter_context(candidate(name, pair, where)) for name in drafts}
+        ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
+        settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+        plain = opened.enter_context(bare_target(pair, provider, threads, variant))
+        options = {"plain": plain, "longest_context": context, "progress": progress}
+        report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
+        if save and {provider, draft_provider or "cpu"} == {"cpu"}:
+            device = tuned.this_device(**where, threads=cores() if threads is None else threads, exact=exact)
+            report["saved"] = str(tuned.write(pair.bundle, device, costs))
+    report["source"] = path or "built-in prompts"
+    click.echo(json.dumps(report) if as_json else "\n".join(lines(report)))
+
+
+@contextlib.contextmanager
+def candidate(name: str, pair: Pair, where: dict[str, Any]) -> Any:
+    """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
+    from ..bundle import Bundle
+    from ..engines import open_engine
+
+    model = Bundle.read(Path(name)).model("draft")
+    if model.entry.vocab_size != pair.target.spec.vocab_size:
+        have, want = model.entry.vocab_size, pair.target.spec.vocab_size
+        raise UsageError(f"--draft '{name}': its vocabulary has {have} ids, the target's {want}")
+    engine: Engine = open_engine(
+        model, provider=where["draft_provider"] or where["provider"], threads=1, variant=where["variant"]
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    found = report["batch_sizes"]
+    text = [f"speedup over plain decode to expect, {report['prompts']} prompts from {report['source']}", ""]
+    text.append(f"{'drafts':>8}" + "".join(f"{f'{rows} at once':>14}" for rows in found))
+    for length in range(len(next(iter(found.values()))["predicted"])):
+        text.append(f"{length:>8}" + "".join(cell(each, length) for each in found.values()))
+    for rows, each in found.items():
+        text += ["", *verdict(rows, each, report["drafts"][rows])]
+    return [*text, "", f"kept in {report['saved']}" if "saved" in report else "not kept"]
+
+
+def cell(each: dict[str, Any], length: int) -> str:
+    mark = "*" if length == each["best_length"] else " "
+    return f"{each['predicted'][length]:12.2f} {mark}"
+
+
+def verdict(rows: int, each: dict[str, Any], drafts: dict[str, dict[str, Any]]) -> list[str]:
+    """What was observed of a promise, and which draft is best if there were several."""
+    best = each["best_length"]
+    text = [
+        f"{rows} at once: drafts of {best} observed at {each['observed']:.2f}, {each['off']:+.1%} off"
+        f" (tokens a round {each['tokens_rest']:+.1%}, time {each['time_rest']:+.1%});"
+        f" draft auto, the default, at {each['auto']:.2f}"
+    ]
+    if len(drafts) > 1:
+        winner = max(drafts, key=lambda name: max(drafts[name]["predicted"]))
+        text += [
+            f"  {'*' if name == winner else ' '} {name}: {draft['acceptance_rate']:.0%} accepted,"
+            f" {draft['draft_ms']:.2f} ms a token, best at {draft['best_length']}: {max(draft['predicted']):.2f}"
+            for name, draft in drafts.items()
+        ]
+    return text

@@ -1,0 +1,147 @@
+"""When a draft in the making is cut: the rule itself from given costs, and that no cut changes a text or a law."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+import numpy as np
+import pytest
+from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+
+from leadout.engines.toy import mixed_law, table_law
+from leadout.runtime import confidence, drafters
+from leadout.runtime import decoder as decoder_module
+from leadout.runtime.confidence import PRIOR, Sureness, Watch, sureness
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.free import Calibration
+from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.settings import Settings
+
+LINE = [1 + 0.1 * length for length in range(17)]
+
+
+def watch(*rows, seconds=LINE, price=2.0):
+    """A watch of rows (rate, limit); every class's chance is its own tenth."""
+    chances = [[each / 10 for each in range(10)] for _ in rows]
+    return Watch(chances, [rate for rate, _ in rows], [limit for _, limit in rows], seconds, price)
+
+
+def logits_of(probability, vocab=8):
+    """A row whose top probability, at token 2, is that."""
+    row = np.log(np.full(vocab, (1 - probability) / (vocab - 1)))
+    row[2] = np.log(probability)
+    return row.astype(np.float32) + 3.0
+
+
+def test_classes_are_stretches_of_the_top_probability():
+    assert [sureness(logits_of(p), 2) for p in (0.2, 0.35, 0.55, 0.85, 0.97, 0.999)] == [0, 1, 3, 6, 8, 9]
+
+    class OnDevice:
+        def __array__(self, dtype=None):
+            raise AssertionError("the row was fetched")
+
+    assert sureness(OnDevice(), 2) is None
+
+
+def test_a_draft_goes_on_while_another_token_is_worth_its_time():
+    for probability, goes_on in ((0.92, True), (0.55, True), (0.45, False), (0.2, False)):
+        each = watch((0.8, 16))
+        each.saw(0, logits_of(probability), 2)
+        assert each.more(1) is goes_on, "class / 10 x 0.8 against 2 x 0.1"
+    assert not watch((0.8, 3)).more(3), "nothing beyond the limit"
+    assert not watch((0.8, 16)).more(16)
+
+
+def test_a_stair_is_climbed_if_what_stands_on_it_pays():
+    stairs = [1.0 + 0.5 * (length >= 3) for length in range(17)]
+    assert watch((0.9, 16), seconds=stairs, price=1.8).more(2), "one token does not pay for the stair, three do"
+    assert not watch((0.4, 16), seconds=stairs, price=1.8).more(2)
+    assert not watch((0.9, 3), seconds=stairs, price=1.8).more(2), "they are beyond the limit"
+
+
+def test_rows_that_share_a_step_go_on_together():
+    unsure, sure = (0.1, 16), (0.9, 16)
+    assert not watch(unsure, price=2.0).more(1) and watch(unsure, sure, price=2.0).more(1)
+    assert not watch(unsure, (0.9, 1), price=2.0).more(1), "the sure one is at its limit"
+
+
+def test_chances_are_counted_per_class_and_shared():
+    shared = Calibration(PRIOR)
+    row = Sureness(shared)
+    for _ in range(200):
+        row.record([9, 0, 5], tested=2, accepted=1, seconds=0.5)
+    assert row.chances[9] > 0.98 and row.chances[0] < 0.1 and row.chances[5] == PRIOR[5], "class 5 was never tested"
+    assert Sureness(shared).chances[0] < 0.1
+    assert row.tokens / row.rounds == pytest.approx(2.0) and row.seconds / row.rounds == pytest.approx(0.5)
+
+
+def test_nothing_is_watched_where_a_length_is_measured_or_tried():
+    pace = Pace(FixedCosts(per_draft=0.02))
+    policy = AutoLength(pace)
+    pace.tick()
+    assert pace.lengths([policy], [16], 1)[0] > 0
+    assert pace.watch([policy], [16]).limits == [16]
+    pace.costs._samples.clear()
+    assert pace.lengths([policy], [16], 1) == [4] and pace.watch([policy], [16]) is None
+
+
+def settled(monkeypatch, **options):
+    """Decoders whose costs are known: drafts are watched from the first round on."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(**options))
+
+
+def test_watched_drafts_change_no_text_and_stop_at_many_lengths(monkeypatch):
+    settled(monkeypatch, per_draft=0.1)
+    lengths, more = set(), Watch.more
+
+    def spy(self, length):
+        goes_on = more(self, length)
+        lengths.update(() if goes_on else (length,))
+        return goes_on
+
+    monkeypatch.setattr(Watch, "more", spy)
+    requests = [([1, 2, 3], 60), ([4, 5], 35), ([6] * 9, 50)]
+    texts = {}
+    for draft in ("none", "model", "auto"):
+        batch = [(prompt, Settings(draft=draft, max_new_tokens=count)) for prompt, count in requests]
+        alone = [collect(Decoder(*toy_pair(7, order=2)).decode([each]), 1)[0][0] for each in batch]
+        texts[draft] = collect(Decoder(*toy_pair(7, order=2)).decode(batch), 3)[0]
+        assert texts[draft] == alone
+    assert texts["model"] == texts["auto"] == texts["none"] and len(lengths) >= 3
+
+
+def law_of(monkeypatch, rule):
+    settled(monkeypatch, per_draft=0.02, per_token=0.01)
+    target, other = table_law(3, seed=4), table_law(3, seed=5)
+    laws, prompt = (target, mixed_law(target, other, 0.8)), [1, 2, 1, 2, 1]
+    found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, rule=rule, draft="model")
+    return distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_sampled_drafts_are_not_cut_by_their_tokens(rule, monkeypatch):
+    assert law_of(monkeypatch, rule) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_they_would_be_biased_if_they_were(rule, monkeypatch):
+    """The mutant: every rule's drafts are watched, and one of an unlikely token is dropped with what follows."""
+    source = textwrap.dedent(inspect.getsource(Decoder._watched)).replace('row.sampler.rule != "greedy"', "False")
+    space = dict(vars(decoder_module))
+    exec(source, space)
+    monkeypatch.setattr(Decoder, "_watched", space["_watched"])
+    monkeypatch.setattr(Watch, "more", lambda self, length: False)
+    monkeypatch.setattr(confidence, "_EDGES", (0.5,))
+    propose = drafters.ModelDrafter.propose
+
+    def dropping(self, rows, lengths, watched=None):
+        drafts = propose(self, rows, lengths, watched)
+        for draft in drafts:
+            if watched is not None and draft.classes and draft.classes[-1] == 0:
+                draft.tokens.pop()
+                draft.q.pop()
+        return drafts
+
+    monkeypatch.setattr(drafters.ModelDrafter, "propose", dropping)
+    assert law_of(monkeypatch, rule) > 1e-3

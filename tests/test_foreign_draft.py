@@ -1,0 +1,313 @@
+"""Drafts with another tokenizer: the same text in other tokens, and answers that stay the target's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support_runtime import collect
+from test_mutants import Mutant, must_die
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from leadout.engines.toy import ToyEngine, table_law
+from leadout.errors import EngineError, ExportError
+from leadout.export.other_tokenizer import is_foreign, match_bytes, token_bytes
+from leadout.export.pairing import Vocabulary
+from leadout.runtime import foreign_draft, retokenise
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.retokenise import Tokenizers, Transcript, continuation
+from leadout.runtime.settings import Settings
+from leadout.runtime.vocabulary import VocabularyMap
+
+TEXT = (Path(__file__).parents[1] / "errors.py").read_text(encoding="utf-8")
+WORLD = "naïve café 世界 🙂🙃 " + TEXT[:300]
+
+
+def byte_level(size: int, **options: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    return tokenizer
+
+
+def sentence_piece(size: int) -> Tokenizer:
+    """As Llama 2's: a space is a marker, unknown characters are bytes, a BOS token stands in front."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("\u2581"), "merged_with_next")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<s>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special + [f"<0x{byte:02X}>" for byte in range(256)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    settings = json.loads(tokenizer.to_str())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] in special]
+    plain = Tokenizer.from_str(json.dumps(settings))
+    plain.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return plain
+
+
+@pytest.fixture(scope="module")
+def target_tokenizer() -> Tokenizer:
+    return byte_level(420)
+
+
+@pytest.fixture(scope="module")
+def draft_tokenizers() -> dict[str, Tokenizer]:
+    return {"bytes": byte_level(330), "words": byte_level(600, use_regex=False), "pieces": sentence_piece(520)}
+
+
+DRAFTS = ("bytes", "words", "pieces")
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_text_that_grows_is_read_as_if_cut_whole(
+    target_tokenizer: Tokenizer, draft_tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    text = WORLD * 6  # settled several times over
+    tokens = target_tokenizer.encode(text).ids
+    draft = draft_tokenizers[name]
+    transcript, opening = Transcript(Tokenizers(target_tokenizer, draft)), [0] if name == "pieces" else []
+    assert transcript.own == opening
+    unfinished = 0
+    for end in [*range(1, 400), len(tokens)]:
+        transcript.take(tokens[:end])
+        read = target_tokenizer.decode(tokens[:end])
+        assert transcript.whole == (not read.endswith("\ufffd"))
+        unfinished += not transcript.whole
+        assert transcript.own[: len(opening)] == opening
+        assert draft.decode(transcript.own) == read.rstrip("\ufffd")
+    whole = draft.encode(text).ids
+    assert unfinished > 5 and len(transcript.own) <= 1.05 * len(whole)
+    if name != "words":  # without words there is no safe place to cut
+        assert transcript.own == whole
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_what_the_draft_writes_becomes_the_target_s_own_tokens(
+    target_tokenizer: Tokenizer, draft_tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    draft, before, after = draft_tokenizers[name], "what is missing of a checkpoint", " that cannot become a bundle"
+    transcript = Transcript(Tokenizers(target_tokenizer, draft))
+    tokens = target_tokenizer.encode(before).ids
+    transcript.take(tokens)
+    own = continuation(draft, before, after)
+    assert [*tokens, *transcript.drafted(own)] == target_tokenizer.encode(before + after).ids
+    smile = continuation(draft, before, " 🙂")
+    assert target_tokenizer.decode(transcript.drafted(smile)) == " 🙂"
+    assert "\ufffd" not in target_tokenizer.decode(transcript.drafted(smile[:-1]))
+    assert transcript.drafted([]) == []
+
+
+def test_special_tokens_of_the_target_are_no_text(target_tokenizer: Tokenizer) -> None:
+    transcript = Transcript(Tokenizers(target_tokenizer, byte_level(330)))
+    transcript.take([0])
+    assert transcript.whole and transcript.own == []
+    transcript.take([0, *target_tokenizer.encode("abc").ids, 0])
+    assert transcript.whole and byte_level(330).decode(transcript.own) == "abc"
+
+
+class Copyist:
+    """A target and a draft that mostly go on with ``text``, each in its own tokens, and beyond it as they like."""
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer, text: str, share: float = 0.97) -> None:
+        self.share, self.text = share, text
+        self.engines = tuple(self._engine(t) for t in (target, draft))
+        ours, theirs = target.get_vocab(), draft.get_vocab()
+        outputs = np.full(max(theirs.values()) + 1, -1, np.int64)
+        for token, i in theirs.items():
+            outputs[i] = ours.get(token, -1)
+        outputs[-1] = -1  # one they would share, had nobody left it out
+        self.vocabulary = VocabularyMap(outputs, max(ours.values()) + 1, None, Tokenizers(target, draft))
+
+    def _engine(self, tokenizer: Tokenizer) -> ToyEngine:
+        size = max(tokenizer.get_vocab().values()) + 1
+        noise = table_law(size, seed=size, order=1, sharpness=2.0)
+
+        def law(context: np.ndarray) -> np.ndarray:
+            read, weights = tokenizer.decode(context.tolist()), noise(context)
+            if not read or not self.text.startswith(read):
+                return weights
+            if rest := tokenizer.encode(self.text[len(read) :]).ids:
+                weights = (1 - self.share) * weights
+                weights[rest[0]] += self.share
+            return weights
+
+        return ToyEngine(law, size, max_context=256)
+
+
+RULES: list[dict[str, Any]] = [{}, {"temperature": 1.0, "rule": "coupled", "seed": 4}]
+
+
+def answers_stay(monkeypatch: Any = None) -> None:
+    """Ragged batches, greedy and coupled: what the target alone writes, and the draft is of use."""
+    target, text = byte_level(420), TEXT[:400]
+    for draft in (byte_level(330), byte_level(600, use_regex=False)):
+        for sampling in RULES:
+            found = {}
+            for kind in ("none", "model"):
+                pair = Copyist(target, draft, text)
+                requests = [
+                    (target.encode(text[:n]).ids, Settings(max_new_tokens=new, draft_length=4, draft=kind, **sampling))
+                    for n, new in ((30, 14), (11, 30), (60, 22))
+                ]
+                decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary)
+                found[kind], last = collect(decoder.decode(requests, eos_token_ids=(0,)), 3)
+            assert found["model"] == found["none"]
+            stats = [last[i].stats for i in range(3)]
+            share = sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
+            assert share > (0.7 if not sampling else 0.2 if draft.get_vocab_size() < 400 else 0.04)
+
+
+def test_answers_stay_the_target_s() -> None:
+    answers_stay()
+
+
+def sampled_drafts_have_a_law(monkeypatch: Any = None) -> None:
+    """Every q is a law on tokens of both, and the draft was drawn from where it is positive."""
+    target, draft, text = byte_level(420), byte_level(600, use_regex=False), TEXT[:400]
+    pair = Copyist(target, draft, text)
+    decoder, seen = Decoder(*pair.engines, vocabulary=pair.vocabulary), []
+    model = decoder._model
+    assert isinstance(model, foreign_draft.ForeignDrafter)
+    propose = model.propose
+
+    def spy(rows: Any, lengths: Any, watch: Any) -> Any:
+        seen.append(propose(rows, lengths, watch))
+        if fed := seen[-1][0].tokens[:-1]:  # what was drafted is fed back in the draft's own ids
+            assert draft.decode(model._cached[0][-len(fed) :]) == target.decode(fed)
+        return seen[-1]
+
+    model.propose = spy  # type: ignore[method-assign]
+    settings = Settings(max_new_tokens=30, draft_length=4, temperature=1.0, rule="block", seed=2)
+    (_tokens,), last = collect(decoder.decode([(target.encode(text[:20]).ids, settings)]), 1)
+    known = np.zeros(pair.vocabulary.size, bool)
+    known[pair.vocabulary.ids] = True
+    drafts = [d for (d,) in seen if d.tokens]
+    assert len(drafts) > 4 and last[0].stats.accepted > 4
+    for each in drafts:
+        assert each.q is not None and len(each.q) == len(each.tokens)
+        for token, q in zip(each.tokens, each.q, strict=True):
+            assert q.shape == known.shape and q.sum() == pytest.approx(1) and not q[~known].any() and q[token] > 0
+
+
+def test_sampled_drafts_have_a_law() -> None:
+    sampled_drafts_have_a_law()
+
+
+def caches_hold_the_text(monkeypatch: Any = None) -> None:
+    """After each round a row's slots are what was fed, and the next step starts where the text parts from it."""
+    target, text = byte_level(420), TEXT[:400]
+    draft = byte_level(600, use_regex=False)
+    pair = Copyist(target, draft, text, share=0.7)
+    decoder, fed = Decoder(*pair.engines, vocabulary=pair.vocabulary), []
+    engine = pair.engines[1]
+    forward = engine.forward
+
+    def spy(tokens: Any, past: Any, index: Any = None) -> Any:
+        result = forward(tokens, past, index)
+        fed.append((past.tolist(), tokens.tolist(), engine._cache.copy()))
+        return result
+
+    engine.forward = spy  # type: ignore[method-assign]
+    for sampling in RULES:
+        requests = [
+            (target.encode(text[:n]).ids, Settings(max_new_tokens=new, draft_length=3, **sampling))
+            for n, new in ((30, 9), (10, 25))
+        ]
+        for _ in decoder.decode(requests):
+            model = decoder._model
+            for place, cached in enumerate(model._cached[: engine.batch]):  # type: ignore[union-attr]
+                assert engine._cache[place, : len(cached)].tolist() == cached
+    drafted = [past for past, _, _ in fed]
+    assert any(b[0] < a[0] for a, b in itertools.pairwise(drafted)), "never rolled back"
+    # a step of a draft that has begun is one token wide: nothing is read twice
+    assert sum(len(row) for _, rows, _ in fed for row in rows) < 40 * len(fed)
+
+
+def test_caches_hold_the_text() -> None:
+    caches_hold_the_text()
+
+
+def drafts_are_silent_where_they_must(monkeypatch: Any = None) -> None:
+    """In the middle of a character, beyond the draft's context, and without text."""
+    target, draft = byte_level(420), byte_level(330)
+    pair = Copyist(target, draft, "x")
+    settings = Settings(max_new_tokens=6, draft_length=4)
+    model = pair.engines[1]
+    narrow = ToyEngine(model.law, model.spec.vocab_size, max_context=12)
+    smile = target.encode("a🙂").ids
+    for prompt, engine in ((smile[:-1], model), ([0], model), (target.encode("a" * 40).ids, narrow)):
+        decoder = Decoder(pair.engines[0], engine, vocabulary=pair.vocabulary)
+        texts, _ = collect(decoder.decode([(prompt, settings)]), 1)
+        alone, _ = collect(
+            Decoder(pair.engines[0], None).decode([(prompt, Settings(max_new_tokens=6, draft="none"))]), 1
+        )
+        assert texts == alone
+    assert all(width <= 12 for _, width in narrow.calls)
+    broken = ToyEngine(lambda context: np.full(330, np.nan), 330)
+    refused = ""
+    try:
+        list(Decoder(pair.engines[0], broken, vocabulary=pair.vocabulary).decode([(smile, settings)]))
+    except EngineError as error:
+        refused = str(error)
+    assert "no finite maximum" in refused
+
+
+def test_drafts_are_silent_where_they_must() -> None:
+    drafts_are_silent_where_they_must()
+
+
+CHECKS = [answers_stay, sampled_drafts_have_a_law, caches_hold_the_text, drafts_are_silent_where_they_must]
+MUTANTS = [
+    Mutant("the cache is not rolled back", foreign_draft.ForeignDrafter, "_lacking", "del cached[valid:]", "pass"),
+    Mutant("old ids are taken for the text's", foreign_draft.ForeignDrafter, "_lacking", "common(cached, own)",
+           "len(cached)"),
+    Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
+           "self._stepper.engine.copy_row(source, destination)", "pass"),
+    Mutant("drafted tokens are fed as the target's ids", foreign_draft.TokenWriter, "take",
+           "self._vocabulary.column(self.draft.tokens[-1])", "min(self.draft.tokens[-1], 329)"),
+    Mutant("drafts in the draft's own ids", retokenise.Transcript, "drafted",
+           "return continuation(self._tokenizers.target,", "return list(own) or continuation(self._tokenizers.target,"),
+]  # fmt: skip
+
+
+def test_tokens_are_the_same_if_their_bytes_are(draft_tokenizers: dict[str, Tokenizer]) -> None:
+    target, pieces = byte_level(420), draft_tokenizers["pieces"]
+    found = token_bytes(vocabulary_of(pieces))
+    ids = pieces.get_vocab()
+    assert found[b" the"] == ids["\u2581the"] and found[b"\xe4"] == ids["<0xE4>"] and found[b"e"] == ids["e"]
+    assert found["<s>"] == 0 and b"<s>" not in found
+    matched = match_bytes(vocabulary_of(target), vocabulary_of(pieces))
+    assert is_foreign(vocabulary_of(target), vocabulary_of(pieces))
+    for i, target_id in enumerate(matched.outputs.tolist()):
+        if target_id >= 0 and (text := pieces.decode([i])) and "\ufffd" not in text:
+            assert target.decode([target_id]) == text
+    assert (matched.outputs >= 0).sum() > 256 and matched.outputs[0] == -1
+    assert not is_foreign(vocabulary_of(target), vocabulary_of(byte_level(420)))
+    with pytest.raises(ExportError, match="neither byte-level nor SentencePiece"):
+        token_bytes(vocabulary_of(Tokenizer(models.WordPiece())))
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    added = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    return Vocabulary("it", tokenizer.get_vocab(), tokenizer.get_vocab_size(), added, None, tokenizer)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutants_die(mutant: Mutant, monkeypatch: Any) -> None:
+    must_die(mutant, CHECKS, monkeypatch)

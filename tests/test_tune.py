@@ -1,0 +1,183 @@
+"""What is promised of a draft length, how it is measured, and which device's costs a bundle keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from support_runtime import collect, toy_pair
+
+from leadout.bundle import Bundle
+from leadout.errors import BundleError
+from leadout.runtime import tuned
+from leadout.runtime.costs import Cost, Costs
+from leadout.runtime.pair import load
+from leadout.runtime.settings import Settings
+from leadout.runtime.stats import Stats
+from leadout.runtime.tune import Sweep, acceptance, grouped, promise
+from leadout.scripts.cli import main
+
+WHERE: dict[str, Any] = {"provider": "cpu", "draft_provider": None, "threads": 1, "variant": "auto", "exact": True}
+COSTS = [Cost("target", 1, 0, 2, 0.5), Cost("draft", 1, 0, 1, 0.25), Cost("host", 2, 0, 1, 0.125)]
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny bundle that may be changed."""
+    return Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+def test_a_promise_is_tokens_over_seconds_against_plain() -> None:
+    plain, pair, stats = Costs(), Costs(), Stats()
+    plain.record_target(1, 1, 1.0)
+    plain.record_host(1, 0.25)
+    for width, seconds in ((2, 1.0), (3, 1.5)):
+        pair.record_target(1, width, seconds)
+    pair.record_draft(1, 2, 0.5)
+    pair.record_host(1, 0.5)
+    for tested, accepted in ((2, 2), (2, 1), (1, 0), (2, 2)):
+        stats.record(drafted=2, tested=tested, accepted=accepted, tokens=accepted + 1)
+    found = promise(plain, pair, [stats], rows=1, past=0, narrowest=2)
+    assert found.tokens[:3] == pytest.approx([1.0, 1.75, 1.75 + 0.75 * 2 / 3])
+    assert found.round_ms[:3] == pytest.approx([1500, 1750, 2500]) and found.plain_ms == pytest.approx(1250)
+    assert found.speedup[:3] == pytest.approx([1.25 / 1.5, 1.75 * 1.25 / 1.75, 2.25 * 1.25 / 2.5])
+    assert found.best == 1 and found.acceptance == pytest.approx(5 / 7)
+
+
+def test_positions_that_were_not_reached_are_not_counted() -> None:
+    stats = Stats()
+    for accepted in (0, 0, 0, 3):
+        stats.record(drafted=3, tested=min(accepted + 1, 3), accepted=accepted, tokens=accepted + 1)
+    assert acceptance([stats])[:5] == [0.25, 1.0, 1.0, 1.0, 1.0]
+    assert acceptance([Stats()]) == [0.0] * 16
+
+
+def test_groups_are_full() -> None:
+    assert grouped([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+    assert grouped([[1]], 3) == [[[1], [1], [1]]]
+
+
+def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
+    settings = Settings(draft="model", max_new_tokens=150, ignore_eos=True)
+    plain = collect(Sweep(*toy_pair(context=400), exact=True).decode([([1, 2], settings)]), 1)[0]
+    sweep = Sweep(*toy_pair(context=400), exact=True)
+    for _ in range(3):
+        assert collect(sweep.decode([([1, 2], settings)]), 1)[0] == plain
+    widths: Counter[int] = Counter()
+    for step, times in sweep.costs.counts.items():
+        widths[step.width] += times * (step.part == "target")
+    del widths[1]  # of the draft and the host
+    assert set(widths) == set(range(2, 18)) and sweep.rounds == sum(widths.values())
+    assert max(widths.values()) <= 3 * min(widths[width] for width in range(3, 17)), widths
+    assert {cost.part for cost in sweep.costs.measured()} == {"target", "draft", "host"}
+
+
+def test_costs_are_kept_per_device(bundle: Path) -> None:
+    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    other = dataclasses.replace(device, threads=device.threads + 1)
+    assert tuned.read(found, device) == ((), "")
+    tuned.write(found, device, COSTS)
+    tuned.write(found, other, COSTS[:1])
+    tuned.write(found, device, COSTS[1:])
+    assert tuned.read(Bundle.read(bundle), device) == (tuple(COSTS[1:]), "")
+    assert tuned.read(found, other) == (tuple(COSTS[:1]), "")
+    costs, note = tuned.read(found, dataclasses.replace(device, processor="another"))
+    assert costs == () and "does not know this device" in note
+    assert [path.name for path in bundle.iterdir() if path.name.startswith(".")] == [], "nothing is left behind"
+
+
+def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
+    device = tuned.this_device(**WHERE)
+    tuned.write(Bundle.read(bundle), device, COSTS)
+    manifest = bundle / "leadout.json"
+    manifest.write_text(manifest.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    costs, note = tuned.read(Bundle.read(bundle), device)
+    assert costs == () and "another export" in note
+    tuned.write(Bundle.read(bundle), dataclasses.replace(device, cores=99), COSTS)
+    assert "does not know" in tuned.read(Bundle.read(bundle), device)[1], "what was stale is gone"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seconds": -1.0}, "seconds must be from 1e-09 to 3600, not -1"),
+        ({"seconds": float("nan")}, "seconds must be from"),
+        ({"width": 18}, "width must be from 1 to 17, not 18"),
+        ({"rows": 0}, "rows must be from 1"),
+        ({"part": "sleep"}, "part 'sleep' is unknown"),
+        ({"speed": 1}, "unknown option 'speed'"),
+        ({"rows": "two"}, "expected int"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(bundle: Path, change: dict[str, Any], message: str) -> None:
+    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    path = tuned.write(found, device, COSTS)
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["tunings"][0]["costs"][0] |= change
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(BundleError, match="leadout tune") as error:
+        tuned.read(found, device)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 9}', "\xff"])
+def test_a_file_that_is_no_table_is_refused(bundle: Path, text: str) -> None:
+    (bundle / tuned.TUNED).write_text(text, encoding="latin-1")
+    result = run("generate", bundle, "-p", "x", "--max-new-tokens", 2)
+    assert result.exit_code == BundleError.exit_code and tuned.TUNED in result.stderr
+
+
+def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp_path: Path) -> None:
+    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    written = tuned.write(found, device, COSTS).rename(tmp_path / "elsewhere")
+    (bundle / tuned.TUNED).symlink_to(written)
+    with pytest.raises(BundleError, match="is a link"):
+        tuned.read(found, device)
+    (bundle / tuned.TUNED).unlink()
+    gone = dataclasses.replace(found, path=bundle)
+    (bundle / f".{tuned.TUNED}.{os.getpid()}.partial").mkdir()
+    with pytest.raises(BundleError, match="--no-save"):
+        tuned.write(gone, device, COSTS)
+    assert not (bundle / tuned.TUNED).exists()
+
+
+@pytest.mark.slow
+def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("x = 1", "def f(")), encoding="utf-8")
+    options = ["--prompts", path, "--batch-sizes", "1,2", "--max-new-tokens", 24, "--context", 128, "--threads", 1]
+    result = run("tune", bundle, *options, "--draft", bundle, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert list(report["batch_sizes"]) == ["1", "2"] and report["contexts"] == [0, 1]
+    for each in report["batch_sizes"].values():
+        assert len(each["predicted"]) == len(each["tokens"]) == 17 and each["observed"] > 0 and each["auto"] > 0
+        parts = (1 + each["tokens_rest"]) * (1 + each["time_rest"])
+        assert parts == pytest.approx(1 + each["off"]) == each["observed"] / max(each["predicted"])
+    assert list(report["drafts"]["1"]) == ["the bundle's own", str(bundle)]
+    with load(bundle, threads=1) as pair:
+        assert pair.note == "" and {cost.rows for cost in pair.known} >= {1, 2}
+        assert pair.decoder.costs.first_length(16) is None and pair.decoder.costs.target(1) is not None
+    assert run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 1).stderr.count("tuned.json") == 0
+    assert "does not know" in run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 2).stderr
+    shown = run("tune", bundle, *options[:2], *options[4:], "--batch-sizes", 1, "--draft", bundle, "--no-save")
+    assert "drafts" in shown.stdout and "not kept" in shown.stdout and f"{bundle}: " in shown.stdout
+
+
+def test_tune_refuses_what_it_cannot_do(bundle: Path) -> None:
+    for value in ("0", "1,", "x"):
+        assert "is not a list of numbers" in run("tune", bundle, "--batch-sizes", value).stderr
+    assert "--limit" in run("tune", bundle, "--limit", 0).stderr
+    result = run("tune", bundle, "--draft", bundle / "target", "--limit", 1)
+    assert result.exit_code == BundleError.exit_code and "no bundle at" in result.stderr
