@@ -79,7 +79,7 @@ class AheadDrafter:
     def __init__(self, model: ModelDrafter, costs: Costs, *, measured: bool) -> None:
         """``measured``: only while it is seen to pay; else always."""
         self._model, self._worth = model, Worth(costs) if measured else None
-        self.steps = self.tried = self.kept = 0
+        self.lag = self.steps = self.tried = self.kept = 0
         self._stop = Event()
         self._thread: Executor | None = None
         self._run: _Run | None = None
@@ -103,7 +103,7 @@ class AheadDrafter:
         began = perf_counter()
         drafts = self._settle(rows, lengths)
         self._model.resume(rows, lengths, drafts, watch)
-        self.steps = self._model.steps
+        self.lag, self.steps = self._model.lag, self._model.steps
         self._seconds = perf_counter() - began
         return drafts
 

@@ -103,7 +103,8 @@ class Timed:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What one side did: wall seconds, those of the prompt, those of rounds inside engines, its counters and tokens."""
+    """What one side did: wall seconds (``walls``: of each group, after its prompts), those of the prompt, those of
+    rounds inside engines, its counters and tokens."""
 
     wall: float = 0.0
     prompt: float = 0.0
@@ -192,7 +193,7 @@ class Bench:
         outputs, stats = decode(decoder, group, settings, self.pair)
         wall = perf_counter() - start
         totals.wall += wall
-        totals.walls.append(wall)
+        totals.walls.append(wall - sum(row.seconds["prefill"] for row in stats))
         totals.engines += self.watch.seconds - before
         totals.prompt += sum(row.seconds["prefill"] for row in stats)
         totals.stats += stats

@@ -17,6 +17,7 @@ from .settings import MAX_DRAFT_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
 
+_PATIENCE, _NAP = 16, 4  # free drafters that were not chosen for so many rounds are asked every fourth only
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
 
 
@@ -90,6 +91,7 @@ class Cascade:
         """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
+        self._idle = 0  # rounds since a free drafter was chosen
         self._drafters = commons.drafters(settings.draft, family)
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -102,13 +104,17 @@ class Cascade:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
         model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
-        wanted = self._wanted(limit)
+        wanted = self._wanted(limit, rows)
         longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
+        self._idle += 1
+        if wanted is None and self._idle > _PATIENCE and self._idle % _NAP:
+            longest = 0
         for each in self._drafters:
             each.look(tokens, longest, floor)
         free, speed = self._best_guess(rows, whole=wanted is not None)
         length, promised = self._from_model(min(limit, model_limit), allotted, rows)
         if not length or promised <= speed:
+            self._idle = 0 if free.tokens else self._idle
             return free
         forced = self._fixed is not None or promised == math.inf
         return Plan("model", length=length, expected=() if forced or self._model is None else self._model.tokens)
@@ -125,11 +131,13 @@ class Cascade:
         if self._kind in ("suffix", "auto"):
             self._commons.pool.add(tokens)
 
-    def _wanted(self, limit: int) -> int | None:
-        """The one length that matters: a fixed one, or what the start-up measurement asks of a row without a model."""
-        if self._fixed is not None or self._model is not None:
+    def _wanted(self, limit: int, rows: int) -> int | None:
+        """The one length that matters: a fixed one, or what the start-up measurement asks for (of a row with a model
+        only if that is a step without any draft)."""
+        if self._fixed is not None:
             return self._fixed
-        return self._pace.costs.first_length(limit)
+        first = self._pace.first_length(limit, rows)
+        return first if self._model is None or first == 0 else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
@@ -154,5 +162,5 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, rows)
         promised = self._model.speed(allotted, rows)
-        forced = self._pace.costs.first_length(limit) is not None or promised <= self._model.speed(0, rows)
+        forced = self._pace.first_length(limit, rows) is not None or promised <= self._model.speed(0, rows)
         return allotted, math.inf if forced else promised

@@ -12,9 +12,11 @@ import numpy as np
 
 from .settings import MAX_DRAFT_LENGTH
 
-_FIRST_LENGTHS = (4, 8, 2, 1, 3)  # the start-up measurement: each twice, and each still writes text
-_SAMPLES = 2
+# The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
+# doubling of its rows): what rows cost together cannot be told from one.
+_FIRST_ALONE, _FIRST_TOGETHER = ((4, 8, 2, 1, 3, 0), 2), ((1, 0, 3), 1)
 _RECENT = 7
+_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
@@ -54,7 +56,8 @@ class Cost:
 
 
 class Costs:
-    """Measured seconds on this device, shared by all requests: a step of the target by rows, context and width, one
+    """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
+    logits, of which there are as many) by rows, context and width, one
     step of the draft by rows and context, and the host's part of a round by rows. Recording is cheap, for every round
     does it; looking up is not. What is not known of a place in the table is taken from the nearest places that were
     measured, scaled by what both know. ``counts`` says how often each was paid."""
@@ -62,23 +65,27 @@ class Costs:
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
         self._tables: dict[str, dict[tuple[int, int], dict[int, Recent]]] = {}
-        self._samples: Counter[int] = Counter()
+        self._samples: Counter[tuple[int, int]] = Counter()
+        self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
+        self._round = 0
         self.counts: Counter[Step] = Counter()
         for cost in known:
             self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
-            self._samples[cost.width] += _SAMPLES * (cost.part == "target")
+            self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
 
     def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
-        """``past`` is the mean context of the rows."""
+        """A step and the verdict on its rows. ``past`` is the mean context of the rows."""
         self._record(Step("target", rows, context_bucket(past), width), seconds)
-        self._samples[width] += 1
+        self._round += 1
+        self._samples[rows.bit_length(), width] += 1
+        self._used[rows.bit_length(), width] = self._round
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         if steps:
             self._record(Step("draft", rows, context_bucket(past), 1), seconds / steps, steps)
 
     def record_host(self, rows: int, seconds: float) -> None:
-        """What a round took besides its models: every round pays it, however much it drafts."""
+        """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
         self._record(Step("host", rows, 0, 1), seconds)
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
@@ -99,9 +106,17 @@ class Costs:
         """Seconds of a round outside the models; 0 while it was never measured."""
         return self._known("host", rows, 0).get(1, 0.0)
 
-    def first_length(self, limit: int) -> int | None:
-        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done."""
-        return next((k for k in _FIRST_LENGTHS if k <= limit and self._samples[k + 1] < _SAMPLES), None)
+    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
+        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
+        it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
+        target steps with."""
+        lengths, samples = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
+        for length in lengths:
+            place = rows.bit_length(), max(length + 1, narrowest)
+            few = self._samples[place] < samples or self._round - self._used.get(place, 0) > _STALE
+            if length <= limit and few:
+                return length
+        return None
 
     def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each costs now."""

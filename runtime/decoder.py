@@ -6,34 +6,33 @@ from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from time import perf_counter
 
 import numpy as np
 
 from ..engines.base import Engine, Logits
-from ..errors import ContextError, UsageError
-from . import lossy, trees, verify
+from ..errors import UsageError
+from . import judging, trees, verify
+from .admission import check_request
 from .ahead import AheadDrafter, drafts_ahead
 from .cascade import Cascade, Commons, Plan
 from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
-from .noise import Noise, Purpose
+from .noise import Noise
 from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .prefill import prefill
-from .sampling import Chain, Probs, Sampler, draw
+from .sampling import Chain, Sampler
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import LOSSY, MODEL_DRAFTS, DraftAhead, Rule, Settings
+from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
 from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
 
-NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
+IN_STEP = 2  # committed tokens that a draft in use lacks, at most; what a rested one makes up for is not its price
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class Decoder:
         matchers: Callable[[int], StopMatcher | None] | None,
     ) -> Row:
         spec = self._target.engine.spec
-        self._check(prompt, settings)
+        check_request(prompt, settings, self._engines, trees=self._trees is not None)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
         seed = sample.seed if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
@@ -153,33 +152,6 @@ class Decoder:
             policy=policy,
             cascade=self._cascade(settings, policy, sample),
         )
-
-    def _check(self, prompt: list[int], settings: Settings) -> None:
-        spec = self._target.engine.spec
-        if not prompt:
-            raise UsageError("a prompt must have at least one token, not 0")
-        if min(prompt) < 0 or max(prompt) >= spec.vocab_size:
-            raise UsageError(
-                f"prompt token ids must be from 0 to {spec.vocab_size - 1}, not {min(prompt)}..{max(prompt)}"
-            )
-        if len(prompt) >= spec.max_context:
-            raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
-        if settings.draft != "none" and settings.draft_length != "auto" and settings.draft_length >= spec.max_verify:
-            raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
-        if settings.draft == "model" and self._model is None:
-            raise UsageError("draft 'model' needs a draft model, and there is none (use: draft auto or none)")
-        if settings.branches:
-            self._check_trees(settings)
-
-    def _check_trees(self, settings: Settings) -> None:
-        spec, nodes = self._target.engine.spec, sum(accumulate(settings.branches, mul))
-        if self._model is not None and self._trees is None:
-            raise UsageError("branches: a draft with another tokenizer proposes no trees (without branches it does)")
-        for name, engine in self._engines.items():
-            if not engine.spec.trees:
-                raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
-        if nodes >= spec.max_verify:
-            raise UsageError(f"branches: {nodes} nodes; this target verifies 1 to {spec.max_verify - 1}")
 
     def _policy(self, settings: Settings) -> Policy:
         if settings.draft not in MODEL_DRAFTS or self._model is None:
@@ -226,7 +198,7 @@ class Decoder:
             lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
-            if self._drafting is self._model:
+            if self._drafting is self._model and self._drafting.lag <= IN_STEP:
                 took = perf_counter() - started
                 self.costs.record_draft(len(rows), self._drafting.steps, took, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
@@ -272,24 +244,26 @@ class Decoder:
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
-        width = max(self._target.narrowest, *map(len, pieces))
         if any(draft.parents for draft in drafts):
+            width = max(map(len, pieces))
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
             logits = self._target.tree_logits(pieces, past, sees)
-            clock.lap("target")
-            return logits
-        with nullcontext() if self.ahead is None else self.ahead.meanwhile(rows, drafts):
-            logits = self._target.all_logits(pieces, past)
-        self.costs.record_target(len(rows), width, clock.lap("target"), mean_context(rows))
+        else:
+            with nullcontext() if self.ahead is None else self.ahead.meanwhile(rows, drafts):
+                logits = self._target.all_logits(pieces, past)
+        clock.lap("target")
         return logits
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
-        verdicts = [judge(*each) for each in zip(rows, drafts, logits, strict=True)]
+        verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         for row, draft, scores, verdict in zip(rows, drafts, logits, verdicts, strict=True):
             if row.cascade is not None:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores)
         clock.lap("verify")
+        if not any(draft.parents for draft in drafts):
+            width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))
+            self.costs.record_target(len(rows), width, clock.spent("target", "verify"), mean_context(rows))
         return verdicts
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
@@ -336,72 +310,3 @@ class Decoder:
 def mean_context(rows: list[Row]) -> int:
     """Tokens of a row before its step, on average."""
     return sum(row.sequence.cached for row in rows) // len(rows)
-
-
-def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
-    """Apply the row's rule. ``logits`` [>= K+1, V]: row i is the target's after the prefix and x_1..x_i."""
-    if draft.parents is not None:
-        return judge_tree(row, draft, draft.parents, logits)
-    x, sampler, start = draft.tokens, row.sampler, row.sequence.length
-    if sampler.rule in ("greedy", "coupled"):
-        return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
-    if sampler.rule in LOSSY:
-        return judge_lossy(row, draft, logits)
-    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
-    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
-
-    def p(i: int) -> Probs:
-        return sampler.chain.distribution(logits[i], x[:i])
-
-    def pick(law: Probs) -> int:
-        return draw(law, final)
-
-    if sampler.rule == "block" and draft.q is not None:
-        return verify.block(x, draft.q, p, coins, pick)
-    return verify.rejection(x, draft.q, p, coins, pick)
-
-
-def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> verify.Verdict:
-    """The same for a tree; ``logits`` [> nodes, V]: row n + 1 is the target's after node n."""
-    x, sampler, start, q = draft.tokens, row.sampler, row.sequence.length, draft.q
-
-    def before(node: int) -> list[int]:
-        return [x[n] for n in trees.path(parents, node)]
-
-    def choose(node: int) -> int:
-        drafted = before(node)
-        return sampler.choose(logits[node + 1], drafted, start + len(drafted))
-
-    if q is None:
-        return trees.descend(parents, x, choose)
-    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
-    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
-    return trees.recursive_rejection(
-        parents,
-        x,
-        lambda node: q[node + 1],
-        lambda node: sampler.chain.distribution(logits[node + 1], before(node)),
-        coins,
-        lambda law: draw(law, final),
-    )
-
-
-def judge_lossy(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
-    """The same for the lossy rules."""
-    x, sampler, start, settings = draft.tokens, row.sampler, row.sequence.length, row.settings
-    leniency = lossy.LENIENCY if settings.leniency is None else settings.leniency
-    if settings.temperature == 0:
-
-        def weights(i: int) -> Probs:
-            return sampler.chain.weights(logits[i], x[:i])
-
-        return lossy.lenient_greedy(x, weights, lambda i: sampler.choose(logits[i], x[:i], start + i), leniency)
-    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
-    final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
-    mass = lossy.lenient(leniency)
-    if sampler.rule == "typical":
-        epsilon = lossy.EPSILON if settings.typical_epsilon is None else settings.typical_epsilon
-        mass = lossy.typical(epsilon, lossy.DELTA if settings.typical_delta is None else settings.typical_delta)
-    return lossy.relaxed(
-        x, draft.q, lambda i: sampler.chain.distribution(logits[i], x[:i]), mass, coins, lambda law: draw(law, final)
-    )

@@ -54,9 +54,11 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop, ``steps`` how many tokens' time the last proposal took."""
+    whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for,
+    ``steps`` how many tokens' time that took."""
 
     watches: bool
+    lag: int
     steps: int
 
     def reset(self, rows: int) -> None:
@@ -96,7 +98,7 @@ class ModelDrafter:
 
     watches = True  # whether it asks a Watch when to stop
     resumes = True  # whether a draft of it can be gone on with
-    steps = 0
+    lag = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -131,6 +133,7 @@ class ModelDrafter:
         pending = [
             self._unfed(b, row, draft) if len(draft.tokens) < n else [] for b, (row, draft, n) in enumerate(each)
         ]
+        self.lag = max(map(len, pending), default=0)
         longest = max((len(draft.tokens) for draft in drafts), default=0)
         if watch is not None:
             for place, draft in enumerate(drafts):

@@ -135,6 +135,10 @@ class Pace:
             known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
         return known
 
+    def first_length(self, limit: int, rows: int) -> int | None:
+        """The length that the start-up measurement asks for; None when it is done."""
+        return self.costs.first_length(limit, rows, self.narrowest)
+
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
         """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
 
@@ -175,7 +179,7 @@ class Pace:
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0 or self.rest.resting:
             return 0
-        if (first := self.costs.first_length(longest)) is not None:
+        if (first := self.first_length(longest, rows)) is not None:
             return first
         if self.rest.trying:
             return _PROBE_LENGTH

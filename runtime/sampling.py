@@ -183,8 +183,8 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
-        among = isinstance(logits, MappedRow) and self.chain.settings.temperature > 0
-        if among and not self.chain.looks_at_ids(drafted):
+        sampled = self.chain.settings.temperature > 0
+        if isinstance(logits, MappedRow) and sampled and not self.chain.looks_at_ids(drafted):
             return self._propose_among(logits, drafted, start)
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None

@@ -128,14 +128,18 @@ class Clock:
         self._spent[phase] += seconds
         return seconds
 
+    def spent(self, *phases: str) -> float:
+        """Seconds of the round in these phases so far."""
+        return sum(self._spent[phase] for phase in phases)
+
     def charge(self, shares: Sequence[Stats]) -> float:
         """Give what was spent, in equal parts; the rest of the round is the host's. Returns the seconds of the round
-        that no model ran."""
+        besides models and verdict."""
         self.lap("host")
         for stats in shares:
             for phase, seconds in self._spent.items():
                 stats.seconds[phase] += seconds / len(shares)
-        outside = self._spent["verify"] + self._spent["host"]
+        outside = self._spent["host"]
         self._spent = dict.fromkeys(PHASES, 0.0)
         return outside
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import sampling
+from leadout.runtime import judging, sampling
 from leadout.runtime.decoder import Decoder, Event
 from leadout.runtime.policy import Costs
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, Settings
@@ -118,7 +118,7 @@ def decode_law(
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
             patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
-            patch.setattr(decoder_module, "draw", lambda weights, coin: coin.draw(weights))
+            patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
             patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
             decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))
             events = list(decoder.decode([(prompt, options)]))
@@ -188,6 +188,9 @@ class FixedCosts(Costs):
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         pass
+
+    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
+        return super().first_length(limit, 1, narrowest)
 
     def record_host(self, rows: int, seconds: float) -> None:
         pass

@@ -13,7 +13,7 @@ from support_runtime import collect, decode_law, distance, rounded, target_law, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import LeadoutError
-from leadout.runtime import decoder, drafters, noise, sampling, sequence, steps, verify
+from leadout.runtime import decoder, drafters, judging, noise, sampling, sequence, steps, verify
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 
@@ -234,11 +234,11 @@ MUTANTS = [
         "pieces = [",
         "[(d.tokens.pop(), d.q.pop()) for d in drafts if d.q and d.q[-1][d.tokens[-1]] < 0.3]\n    pieces = [",
     ),
-    Mutant("coins used again for the final draw", decoder, "judge", "Purpose.FINAL", "Purpose.ACCEPT"),
-    Mutant("draft's noise used again for the coins", decoder, "judge", "Purpose.ACCEPT", "Purpose.DRAFT"),
+    Mutant("coins used again for the final draw", judging, "judge", "Purpose.FINAL", "Purpose.ACCEPT"),
+    Mutant("draft's noise used again for the coins", judging, "judge", "Purpose.ACCEPT", "Purpose.DRAFT"),
     Mutant(
         "noise keyed by token position, not by round (block looks ahead)",
-        decoder,
+        judging,
         "judge",
         "sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))",
         "[sampler.noise.uniforms(start + i, Purpose.ACCEPT, 1)[0] for i in range(len(x))]",
@@ -305,7 +305,7 @@ MUTANTS = [
     ),
     Mutant(
         "Gumbel noise by round, not by position",
-        decoder,
+        judging,
         "judge",
         "x[:i], start + i",
         "x[:i], start",

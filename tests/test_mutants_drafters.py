@@ -182,7 +182,7 @@ MUTANTS = [
     Mutant("the model never", cascade.Cascade, "choose", "promised <= speed", "promised <= 99"),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
     Mutant("no try after a rest", cascade.Cascade, "_from_model", "promised <= self._model.speed(0, rows)", "False"),
-    Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.costs.first_length(limit)", "None"),
+    Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.first_length(limit, rows)", "None"),
     Mutant(
         "verification is free", policy.Pace, "seconds_without_draft", "steps[width] for width", "steps[2] for width"
     ),

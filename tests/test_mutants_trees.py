@@ -20,7 +20,7 @@ from test_trees import test_descending_follows_the_target_s_own_choice as descen
 from test_trees import test_trees_change_nothing as trees_change_nothing
 from test_trees import test_whole_runs_have_the_target_s_law as whole_runs
 
-from leadout.runtime import decoder, lossy, sampling, tree_drafter, trees
+from leadout.runtime import decoder, judging, lossy, sampling, tree_drafter, trees
 from leadout.runtime.sampling import Chain
 from leadout.runtime.settings import Settings
 
@@ -113,17 +113,17 @@ TREE_MUTANTS = [
     Mutant(
         "absent nodes are children of the root", trees, "children", "if parent == node", "if max(parent, -1) == node"
     ),
-    Mutant("noise by round, not by depth", decoder, "judge_tree", "start + len(drafted)", "start"),
-    Mutant("coins used again for the final draw", decoder, "judge_tree", "Purpose.FINAL", "Purpose.ACCEPT"),
-    Mutant("draft's noise used again for the coins", decoder, "judge_tree", "Purpose.ACCEPT", "Purpose.DRAFT"),
+    Mutant("noise by round, not by depth", judging, "judge_tree", "start + len(drafted)", "start"),
+    Mutant("coins used again for the final draw", judging, "judge_tree", "Purpose.FINAL", "Purpose.ACCEPT"),
+    Mutant("draft's noise used again for the coins", judging, "judge_tree", "Purpose.ACCEPT", "Purpose.DRAFT"),
     Mutant(
         "penalties do not see the branch",
-        decoder,
+        judging,
         "judge_tree",
         "logits[node + 1], before(node)",
         "logits[node + 1], []",
     ),
-    Mutant("a node's logits are its parent's", decoder, "judge_tree", "logits[node + 1]", "logits[max(node, 0)]"),
+    Mutant("a node's logits are its parent's", judging, "judge_tree", "logits[node + 1]", "logits[max(node, 0)]"),
     Mutant(
         "the target's cache keeps the first branch",
         decoder.Decoder,

@@ -141,8 +141,30 @@ def test_the_start_up_measures_each_width_twice():
     while (length := table.first_length(16)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
-    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3]
-    assert Costs().first_length(3) == 2 and Costs().first_length(0) is None
+    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3, 0, 0]
+    assert Costs().first_length(3) == 2 and Costs().first_length(0) == 0
+
+
+def test_a_length_that_was_not_used_for_long_is_measured_anew_once():
+    table = Costs()
+    while (length := table.first_length(16)) is not None:
+        table.record_target(1, length + 1, 9.0)
+    asked = []
+    for _ in range(600):
+        length = table.first_length(16)
+        asked += [] if length is None else [length]
+        table.record_target(1, 1 + (length or 0), 1.0)
+    assert asked == [4, 8, 2, 1, 3] * 2, "no draft at all is used all the time"
+    assert table.target(1)[5] == 1.0, "and outvotes what it was"
+
+
+def test_a_batch_is_measured_for_itself_at_each_doubling():
+    table, lengths = Costs(), []
+    for rows in (1, 16, 9, 8, 5, 2):
+        while (length := table.first_length(16, rows, narrowest=2)) is not None:
+            lengths.append((rows, length))
+            table.record_target(rows, max(length + 1, 2), 1.0)
+    assert lengths[10:] == [(16, 1), (16, 3), (9, 1), (9, 3), (5, 1), (5, 3), (2, 1), (2, 3)], "no step is narrower"
 
 
 def test_a_round_pays_its_host_and_its_padding():

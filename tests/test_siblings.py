@@ -19,7 +19,7 @@ from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
-from leadout.runtime import sampling, siblings
+from leadout.runtime import judging, sampling, siblings
 from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
@@ -194,7 +194,7 @@ def test_two_answers_that_draft_from_each_other_are_independent_draws_from_the_l
                 "Noise",
                 lambda seed, stream=0: noises.setdefault(stream, ScriptedNoise(branches)),
             )
-            patch.setattr(decoder_module, "draw", lambda weights, coin: coin.draw(weights))
+            patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
             patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
             texts, last = decode([(prompt, options)] * 2, samples([prompt], 2), decoder=Decoder(*toys(laws)))
         proposed.update(name for stats in last for name in stats.by_drafter)

@@ -89,8 +89,9 @@ def test_every_precision_builds_for_every_device_named(precision: str, tmp_path:
         blob = path.read_bytes()
         assert (len(blob), hashlib.sha256(blob).hexdigest()) == (manifest.engine_bytes, manifest.engine_sha256)
     assert lines[0] == f"target: lowering to {precision}, 64 slots a row" and "target: building, sm" in "".join(lines)
+    others = found.model("target").entry.variants.keys() - {"canonical"}
     assert {path.name for path in (tmp_path / "target").iterdir()} == {
-        "model.onnx", "model.onnx.data", *(f"model.{name}.onnx" for name in found.model("target").entry.variants.keys() - {"canonical"}),
+        "model.onnx", "model.onnx.data", *(f"model.{name}.onnx" for name in others),
         *(path.name for path in paths), *(f"{path.stem}.json" for path in paths),
     }, "nothing else is left behind"  # fmt: skip
     assert Bundle.read(tmp_path) == found, "the bundle itself is as it was"

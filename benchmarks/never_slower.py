@@ -1,0 +1,92 @@
+"""Is the automatic mode ever slower than plain decoding? Every kind of text, temperature and batch, one table.
+
+    python benchmarks/never_slower.py bundles/demo --limit 8
+    python benchmarks/never_slower.py bundles/demo bundles/demo-int8 --useless --json grid.json
+
+Each cell is tokens per second of ``--draft auto`` over those of the fastest plain decode of as many rows (width 1,
+exactness off), the median over groups that alternate in one process. ``--useless`` replaces what the draft model says
+by noise, at its full price. Exit code 1 if a cell is below 0.97.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import leadout
+from leadout.engines import Logits, Tokens
+from leadout.runtime.bench import Bench, Timed, surroundings
+from leadout.scripts.cmd_bench import bare_target
+
+LIMIT = 0.97
+
+
+class Useless(Timed):
+    """A draft model that takes its time and then says what a die says, the same for the same token."""
+
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        logits = super().forward(tokens, past_lens, logit_index)
+        noise = np.random.default_rng(int(tokens.sum())).standard_normal(logits.shape[-1], np.float32)
+        return np.broadcast_to(noise, logits.shape)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("bundles", type=Path, nargs="+")
+    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "kinds.jsonl")
+    parser.add_argument("--limit", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.2])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--useless", action="store_true", help="with a draft model that says noise")
+    parser.add_argument("--json", type=Path, help="write the cells to this file")
+    options = parser.parse_args()
+    cells = []
+    for cell in (cell for bundle in options.bundles for cell in grid(bundle, options)):
+        cells.append(cell)
+        row = f"{cell['bundle']:12} {cell['kind']:10} T={cell['temperature']:<4} batch {cell['batch']:<3}"
+        print(f"{row} {cell['speedup']:5.2f} of plain's {cell['plain']:7.1f} tokens/s", flush=True)
+    below = [cell for cell in cells if cell["speedup"] < LIMIT]
+    print(f"{len(cells)} cells, {len(below)} below {LIMIT}; the least {min(cell['speedup'] for cell in cells):.2f}")
+    if options.json:
+        result = {"useless": options.useless, "cells": cells} | surroundings()
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    sys.exit(1 if below else 0)
+
+
+def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One cell after the other."""
+    kinds = defaultdict(list)
+    with leadout.load(bundle) as pair, bare_target(pair, "cpu", None, "auto") as plain:
+        if options.useless and pair.draft is not None:
+            pair.draft = Useless(pair.draft)
+        for line in options.prompts.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            kinds[row["kind"]].append(pair.token_ids(row["prompt"]))
+        for temperature, batch in itertools.product(options.temperatures, options.batches):
+            settings = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "ignore_eos": True}
+            bench = Bench(pair, settings, batch, plain)
+            for kind, prompts in sorted(kinds.items()):
+                chosen = list(itertools.islice(itertools.cycle(prompts), max(options.limit, 2 * batch)))
+                report = bench.run(chosen)
+                yield {
+                    "bundle": bundle.name,
+                    "kind": kind,
+                    "temperature": temperature,
+                    "batch": batch,
+                    "speedup": report["speedup_median"],
+                    "speedup_mean": report["speedup"],
+                    "plain": report["plain"]["tokens_per_second"],
+                }
+
+
+if __name__ == "__main__":
+    main()
