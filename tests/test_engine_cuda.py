@@ -22,6 +22,7 @@ from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 from leadout.runtime.trees import ancestry
+from leadout.scripts.gpu_measure import graph_gain
 
 C = Shape()
 START = np.zeros(1, np.int64)
@@ -170,6 +171,15 @@ def test_graphs_can_be_switched_off_and_change_nothing(device: SlotEngine) -> No
         found.append(np.array(device.forward(rows, START)))
         assert device._session.graphs is graphs
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+def test_the_check_on_a_gpu_measures_both_and_leaves_the_switch_as_it_was(device: SlotEngine) -> None:
+    for graphs in (False, True):
+        device.graphs = graphs
+        found = graph_gain(device, 2, 16)
+        assert min(found["with"], found["without"]) > 0 and device.graphs is graphs
+        assert found["identical_logits"] is True and found["error"] == ""
+    assert {name for name in device._sessions["nonpad", True].runs if name != "-1"} != set()
 
 
 def test_a_graph_that_cannot_be_recorded_is_done_without_and_the_reason_kept(device: SlotEngine) -> None:
