@@ -132,7 +132,7 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
             for draft in drafters:
                 name, found = f"{title}: draft {draft} against none", answers(pair, prompts, draft=draft, **wanted)
                 yield same(name, alone, found) if bits else alike(name, pair, prompts, alone, found, wanted)
-        if "model" in drafters and pair.target.spec.trees and pair.draft is not None and pair.draft.spec.trees:
+        if pair.decoder.branches:
             yield check_trees(pair, prompts)
         yield check_batch(pair, prompts, "auto")
         if bits:

@@ -113,6 +113,11 @@ class Decoder:
             raise UsageError("branches must be the same for all requests of a batch: their steps are one")
         return self._run(rows)
 
+    @property
+    def branches(self) -> bool:
+        """Whether a request may ask for them: the draft can propose trees, and both models have graphs for them."""
+        return self._trees is not None and all(engine.spec.trees for engine in self._engines.values())
+
     def forget(self) -> None:
         """Drop what the free drafters remember of earlier requests: texts, successors and counts."""
         self._commons = Commons()
