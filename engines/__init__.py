@@ -9,7 +9,8 @@ from .base import ONE_ROW, Engine, Logits, ModelSpec, Tokens
 __all__ = ["BUILT", "ONE_ROW", "PROVIDERS", "Engine", "Logits", "ModelSpec", "Tokens", "open_engine", "require"]
 
 BUILT = ("tensorrt", "tensorrt-rtx")  # these run an engine that was built for the device
-PROVIDERS = ("cpu", "cuda", *BUILT)
+PASSED_ON = ("ort-tensorrt", "ort-tensorrt-rtx")  # ONNX Runtime hands the graph to TensorRT
+PROVIDERS = ("cpu", "cuda", *BUILT, *PASSED_ON)
 
 
 def open_engine(
@@ -18,9 +19,10 @@ def open_engine(
     """Open a model of a bundle for one row (``reset`` for more).
 
     ``provider`` is one of PROVIDERS: cpu and cuda run the bundle's graphs on ONNX Runtime, tensorrt and tensorrt-rtx
-    an engine that was built from them for this device. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a
-    graph of the bundle, ``auto`` takes the fastest for the provider and the number of rows (an engine has one); with
-    ``exact``, the fastest whose steps of one token round like all others, where the bundle has it (``spec.narrowest``).
+    an engine that was built from them for this device, ort-tensorrt and ort-tensorrt-rtx ONNX Runtime's providers of
+    these SDKs. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a graph of the bundle, ``auto`` takes the
+    fastest for the provider and the number of rows (an engine has one); with ``exact``, the fastest whose steps of one
+    token round like all others, where the bundle has it (``spec.narrowest``).
     Raises UsageError for an unknown provider, EngineError if the runtime or the provider is not there.
     """
     if provider not in PROVIDERS:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 LogitArray = NDArray[np.float32]
+Tops = tuple[Tokens, LogitArray]  # the ids and logits of the k largest, largest first
 Sight = NDArray[np.bool_]
 
 # Variants of a bundle's graph (export.gqa) that take one row, whose used length is then what attention costs; and those

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from .base import LogitArray, Tokens
+from .base import LogitArray, Tokens, Tops
 from .tensorrt.cuda import Cuda
 
 Places = NDArray[np.intp]
@@ -45,11 +45,16 @@ class LogitStore:
         return found
 
     def logits(
-        self, rows: int, wanted: int, greedy: Tokens | None = None, peaks: LogitArray | None = None
+        self,
+        rows: int,
+        wanted: int,
+        greedy: Tokens | None = None,
+        peaks: LogitArray | None = None,
+        tops: Tops | None = None,
     ) -> LazyLogits:
-        """What the step just taken wrote, [rows, wanted, vocab_size]; ``greedy`` and ``peaks`` as in DeviceStep."""
+        """What the step just taken wrote, [rows, wanted, vocab_size]; the others as in DeviceStep."""
         self.serial += 1
-        step = DeviceStep(self, self.serial, greedy, peaks)
+        step = DeviceStep(self, self.serial, greedy, peaks, tops)
         return LazyLogits(step, np.arange(rows * wanted).reshape(rows, wanted))
 
     def close(self) -> None:
@@ -64,13 +69,15 @@ class DeviceStep:
     """One step's logits in ``store``, for R = rows x wanted positions, as long as no other step has followed.
 
     ``greedy`` int64 [R] are the lowest ids among each row's largest, and ``peaks`` float32 [R] their logits, not
-    finite where a row holds anything that is not; None where the graph has no such heads.
+    finite where a row holds anything that is not; ``tops`` int64 and float32 [R, k] are each row's k largest, largest
+    first. None where the graph has no such heads.
     """
 
     store: LogitStore
     serial: int
     greedy: Tokens | None
     peaks: LogitArray | None
+    tops: Tops | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +115,13 @@ class LazyRow:
         if greedy is not None and peaks is not None and key == greedy[self._place]:
             return peaks[self._place]
         return self._all()[key]
+
+    def top(self) -> Tops | None:
+        """The ids and logits [k] of the k largest, largest first, if they are here and the row is finite."""
+        step, place = self._step, self._place
+        if step.tops is None or step.peaks is None or not np.isfinite(step.peaks[place]):
+            return None
+        return step.tops[0][place], step.tops[1][place]
 
     def astype(self, dtype: Any) -> NDArray[Any]:
         """A copy of the whole row."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..bundle import Model
-from ..errors import EngineError
-from .base import EVEN, ONE_ROW, LogitArray, Logits, ModelSpec, Sight, Tokens
+from ..errors import EngineError, UsageError
+from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
+from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
+from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
 from .providers import first_line, open_session
 from .tensorrt.cuda import Cuda
 
@@ -29,22 +29,6 @@ def bucket(slots: int, variant: str) -> int:
     return max(step, -(-slots // step) * step)
 
 
-@dataclasses.dataclass(slots=True)
-class _Step:
-    """One shape of call: a binding made once, and the arrays it reads and writes (``logits`` None: on the device)."""
-
-    session: Any
-    binding: Any
-    tokens: Tokens
-    positions: Tokens
-    past_lens: Tokens
-    past_column: Tokens
-    logit_index: Tokens
-    offsets: Tokens
-    sees: Sight
-    logits: LogitArray | None
-
-
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
@@ -52,8 +36,13 @@ class SlotEngine:
     many ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
     differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
     from ``spec.narrowest``).
+    TensorRT's providers take ``canonical`` alone: they misread the others in silence.
     Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
     as in a chain only if its slot is the same: sums over other slots have another order.
+
+    On cuda, with ``graphs`` set (it is not: no device has recorded any yet), steps of a shape that comes again run as
+    CUDA graphs, all but prompts and steps that branch; ``graph_error`` says why they cannot, and is empty while they
+    can.
     """
 
     def __init__(
@@ -61,6 +50,8 @@ class SlotEngine:
     ) -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
         self._exact = exact
+        if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
+            raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
         if variant != "auto":
             model.path(variant)
         entry = model.entry
@@ -72,16 +63,17 @@ class SlotEngine:
             entry.max_context,
             precision=entry.precision,
             narrowest=1 if even else 2,
-            trees=not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
+            trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
         )
-        self._sessions: dict[str, Any] = {}
-        self._steps: dict[tuple[int, int, int | None, int], _Step] = {}
+        self._sessions: dict[tuple[str, bool], Any] = {}
+        self._steps: dict[tuple[int, int, int | None, int], Step] = {}
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
         self._flat = np.zeros(0, np.float32)
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed = False
+        self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
 
     @property
@@ -102,6 +94,19 @@ class SlotEngine:
         return 0 if self._device_logits is None else self._device_logits.bytes_fetched
 
     @property
+    def graphs(self) -> bool:
+        """Whether steps may become CUDA graphs. Setting it forgets those there are."""
+        return self._graphs
+
+    @graphs.setter
+    def graphs(self, wanted: bool) -> None:
+        if wanted and self._provider != "cuda":
+            raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
+        self._graphs, self.graph_error = wanted, ""
+        self._forget_steps()
+        self._session = self._open(self._variant, graphs=wanted)
+
+    @property
     def variant(self) -> str:
         """The name of the graph that runs now."""
         return self._variant
@@ -110,8 +115,7 @@ class SlotEngine:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
         longest = self._check_room(width, past_lens)
-        key = (rows, width, None if logit_index is None else logit_index.shape[1], 0)
-        step = self._steps.get(key) or self._prepare(*key)
+        step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
         np.add(step.past_column, step.offsets, out=step.positions)
@@ -119,20 +123,19 @@ class SlotEngine:
             np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
-        return self._run(step)
+        return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         """See TreeEngine.forward_tree."""
         rows, width = tokens.shape
         self._check_room(width, past_lens)
-        key = (rows, width, None, sees.shape[2])
-        step = self._steps.get(key) or self._prepare(*key)
+        step = self._step(rows, width, None, sees.shape[2])
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
         step.sees[...] = sees
         np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
         np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
-        return self._run(step)
+        return self._run(step, lambda: self.forward_tree(tokens, past_lens, sees))
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         """See TreeEngine.compact."""
@@ -147,11 +150,21 @@ class SlotEngine:
             raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
         return longest
 
-    def _run(self, step: _Step) -> Logits:
+    def _step(self, *shape: Any) -> Step:
+        if (step := self._steps.get(shape)) is None:
+            with RECORDING.step(records=False):
+                step = self._prepare(*shape)
+        return step
+
+    def _run(self, step: Step, again: Callable[[], Logits]) -> Logits:
+        """``again`` takes the same step anew, on the same slots, where its graph could not be recorded."""
         try:
-            step.session.run_with_iobinding(step.binding)
+            step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+            if not step.recorded:
+                raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+            self.graphs, self.graph_error = False, first_line(error)
+            return again()
         if step.logits is not None:
             return step.logits
         assert self._device_logits is not None
@@ -161,9 +174,10 @@ class SlotEngine:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
         if capacity <= self._capacity:
             return
-        self._steps.clear()
-        for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-            self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
+        self._forget_steps()
+        with RECORDING.step(records=False):
+            for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
+                self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
@@ -178,7 +192,7 @@ class SlotEngine:
         variant = self._choose(batch)
         if self._cache and (variant, batch) == (self._variant, self._batch) and self._capacity == bucket(1, variant):
             return
-        self._variant, self._session = variant, self._open(variant)
+        self._variant, self._session = variant, self._open(variant, graphs=self._graphs)
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
@@ -210,7 +224,7 @@ class SlotEngine:
 
     def _release(self) -> None:
         """Let go of the cache and of every binding to it."""
-        self._steps.clear()
+        self._forget_steps()
         while self._cache:
             self._cache.pop().close()
 
@@ -227,6 +241,8 @@ class SlotEngine:
             raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'grouped' or 'auto'")
         if self._pinned != "auto":
             return self._pinned
+        if self._provider not in ("cpu", "cuda"):
+            return "canonical"
         if self._provider != "cpu":
             wanted = ["nonpad"]
         elif batch > 1:
@@ -235,18 +251,38 @@ class SlotEngine:
             wanted = ["gqa_even", "grouped", "gqa"] if self._exact else ["gqa", "grouped"]
         return next((name for name in wanted if name in self._model.entry.variants), "canonical")
 
-    def _open(self, variant: str) -> Any:
-        if variant not in self._sessions:
-            path = self._model.path(variant)
-            self._sessions[variant] = open_session(path, provider=self._provider, threads=self._threads)
-        return self._sessions[variant]
+    def _open(self, variant: str, *, graphs: bool) -> Any:
+        """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
+        if (variant, graphs) not in self._sessions:
+            where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
+            try:
+                session = open_session(self._model.path(variant), **where, graphs=graphs)
+            except EngineError as error:
+                if not graphs:
+                    raise
+                self._graphs, self.graph_error = False, str(error)
+                return self._open(variant, graphs=False)
+            self._sessions[variant, graphs] = session
+        return self._sessions[variant, graphs]
+
+    def _name_graph(self, step: Step, width: int) -> None:
+        """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
+        for a graph lives as long as its session."""
+        step.recorded = width <= WIDEST_GRAPH and self._recorded < MOST_GRAPHS
+        self._recorded += step.recorded
+        step.options = graph_options(self._recorded if step.recorded else None)
+
+    def _forget_steps(self) -> None:
+        for step in self._steps.values():
+            step.free()
+        self._steps.clear()
 
     def _branching(self) -> str:
         """The graph for steps that branch."""
         alone = "tree_gqa" if self._variant in ONE_ROW else "tree"
         return alone if alone in self._model.entry.variants else "tree"
 
-    def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> _Step:
+    def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all
         shapes share one buffer: a view lives until the next call."""
         if self._closed:
@@ -256,15 +292,15 @@ class SlotEngine:
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
         if self._device_logits is not None:
             if self._device_logits.reserve(shape[0] * shape[1]):
-                self._steps.clear()
+                self._forget_steps()
         elif int(np.prod(shape)) > self._flat.size:
             self._flat = np.zeros(shape, np.float32).reshape(-1)
-            self._steps.clear()
+            self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:
-            self._steps.clear()
+            self._forget_steps()
         past_lens = np.zeros(rows, np.int64)
-        session = self._open(self._branching()) if seen else self._session
-        step = _Step(
+        session = self._open(self._branching(), graphs=False) if seen else self._session
+        step = Step(
             session=session,
             binding=session.io_binding(),
             tokens=np.zeros((rows, width), np.int64),
@@ -275,42 +311,19 @@ class SlotEngine:
             offsets=np.arange(width, dtype=np.int64),
             sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
             logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
+            cuda=self._cuda,
         )
-        self._bind(step, rows)
+        if self._graphs and not seen:
+            self._name_graph(step, width)
+        store = self._device_logits
+        step.bind(self._cache, None if store is None else (store.address, self._spec.vocab_size))
         self._steps[rows, width, wanted, seen] = step
         return step
-
-    def _bind(self, step: _Step, rows: int) -> None:
-        names = {value.name for value in step.session.get_inputs()}
-        arrays = {
-            "input_ids": step.tokens,
-            "position_ids": step.positions,
-            "past_lens": step.past_lens,
-            "logit_index": step.logit_index,
-            "tree_mask": step.sees,
-        }
-        for name in arrays.keys() & names:
-            _bind_host(step.binding.bind_input, name, arrays[name])
-        if step.logits is not None:
-            _bind_host(step.binding.bind_output, "logits", step.logits)
-        elif self._device_logits is not None:
-            shape = (*step.logit_index.shape, self._spec.vocab_size)
-            place = (CudaBuffer.device, 0, np.dtype(np.float32), shape, self._device_logits.address)
-            step.binding.bind_output("logits", *place)
-        for i, buffer in enumerate(self._cache):
-            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-            step.binding.bind_input(f"past_key_values.{layer}", *place)
-            step.binding.bind_output(f"present.{layer}", *place)
 
 
 def _slots(capacity: int, variant: str) -> int:
     """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
     return capacity + (variant == "gqa_even")
-
-
-def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:
-    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def _cache_dtype(onnx_type: str) -> np.dtype[Any]:

@@ -10,11 +10,18 @@ from typing import Any
 from ..errors import EngineError
 
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
-EXECUTION_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+EXECUTION_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "ort-tensorrt": "TensorrtExecutionProvider",
+    "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
+}
 _SPIN_US = "2000"
 _OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {"use_tf32": "0"},
+    "ort-tensorrt": {},
+    "ort-tensorrt-rtx": {},
 }  # float32 is float32: who wants speed exports float16
 _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
@@ -52,18 +59,21 @@ def require(provider: str) -> Any:
     ort = onnxruntime()
     have = ort.get_available_providers()
     if EXECUTION_PROVIDERS[provider] not in have:
+        needed = "" if provider == "cuda" else f"; {EXECUTION_PROVIDERS[provider]} also needs TensorRT's own libraries"
         raise EngineError(
-            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): pip install 'leadout[cuda]'"
+            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}):"
+            f" pip install 'leadout[cuda]'{needed}"
         )
     return ort
 
 
-def open_session(path: Path, *, provider: str, threads: int) -> Any:
+def open_session(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
     """Open the graph at ``path`` with ``threads`` threads of its own.
 
     A small model has a node every ten microseconds: waking a thread for each takes longer than the node, so they spin,
     through a draft of usual length and no longer. Two pools that spin would take the cores from each other: give the
-    second model one thread, which is no pool.
+    second model one thread, which is no pool. ``graphs``: steps may be recorded as CUDA graphs (cuda only). What
+    TensorRT's providers do not take runs on CUDA's.
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
     ort = require(provider)
@@ -73,8 +83,11 @@ def open_session(path: Path, *, provider: str, threads: int) -> Any:
     options.inter_op_num_threads = 1
     options.log_severity_level = _FATAL_ONLY
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
+    chosen = [(wanted, _OPTIONS[provider] | ({"enable_cuda_graph": "1"} if graphs else {}))]
+    if provider not in ("cpu", "cuda"):
+        chosen.append((EXECUTION_PROVIDERS["cuda"], _OPTIONS["cuda"]))
     try:
-        session = ort.InferenceSession(str(path), options, providers=[(wanted, _OPTIONS[provider])])
+        session = ort.InferenceSession(str(path), options, providers=chosen)
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != wanted:

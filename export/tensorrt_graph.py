@@ -57,15 +57,13 @@ def fix_capacity(model: ir.Model, capacity: int) -> None:
 def add_heads(model: ir.Model, top: int) -> None:
     """Outputs beside ``logits`` [B,L,V], so that little has to leave the device:
 
-    greedy [B,L] int64, the lowest id among the largest; logsumexp [B,L] float32, NaN if a logit is; drafted_logits
-    [B,L] float32 at the ids of the new input drafted_ids [B,L] int64; top_ids int64 and top_logits float32 [B,L,top],
-    largest first, unless ``top`` is 0.
+    greedy [B,L] int64, the lowest id among the largest; logsumexp [B,L] float32, NaN if a logit is; top_ids
+    int64 and top_logits float32 [B,L,top], largest first, unless ``top`` is 0. (None with the drafted tokens' own
+    probabilities: rounded otherwise than those of a row on the host, they would bias the rule that used both.)
     """
     logits = model.graph.outputs[0]
     vocabulary = int(logits.shape[-1])
     shape = dims(_input(model, "logit_index"))
-    drafted = ir.val("drafted_ids", ir.DataType.INT64, list(shape))
-    model.graph.inputs.append(drafted)
     last = constant(model, "heads.last_axis", np.array([-1], np.int64))
     ids, none = np.arange(vocabulary, dtype=np.int64), np.array(vocabulary, np.int64)
 
@@ -85,8 +83,6 @@ def add_heads(model: ir.Model, top: int) -> None:
     total = op("ReduceSum", [op("Exp", [op("Sub", [logits, peak])]), last], keepdims=1)
     sum_ = op("Squeeze", [op("Add", [op("Log", [total]), peak]), last])
     output(sum_, "logsumexp", ir.DataType.FLOAT)
-    picked = op("GatherElements", [logits, op("Unsqueeze", [drafted, last])], axis=2)
-    output(op("Squeeze", [picked, last]), "drafted_logits", ir.DataType.FLOAT)
     if top:
         k = constant(model, "heads.top", np.array([min(top, vocabulary)], np.int64))
         largest, which = op("TopK", [logits, k], count=2, axis=-1)

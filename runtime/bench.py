@@ -14,6 +14,7 @@ import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -33,13 +34,32 @@ from .tuned import processor
 TIMED_STEPS = 9
 
 
+class Watch:
+    """The seconds during which somebody was inside, from however many threads."""
+
+    def __init__(self) -> None:
+        self.seconds = self._since = 0.0
+        self._inside, self._lock = 0, Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since = perf_counter()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self.seconds += perf_counter() - self._since
+
+
 class Timed:
     """An engine whose rounds are timed: a step wider than any draft, or on an empty cache, is a prompt's and not
     counted. Everything else is the engine's own."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.seconds = 0.0
+    def __init__(self, engine: Engine, watch: Watch) -> None:
+        self.engine, self.watch = engine, watch
 
     @property
     def spec(self) -> ModelSpec:
@@ -54,19 +74,15 @@ class Timed:
         return self.engine.capacity
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
-        start = perf_counter()
-        logits = self.engine.forward(tokens, past_lens, logit_index)
-        took = perf_counter() - start
-        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
-            self.seconds += took
-        return logits
+        if tokens.shape[1] > MAX_DRAFT_LENGTH + 1 or not past_lens[0]:
+            return self.engine.forward(tokens, past_lens, logit_index)
+        with self.watch:
+            return self.engine.forward(tokens, past_lens, logit_index)
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         assert isinstance(self.engine, TreeEngine)
-        start = perf_counter()
-        logits = self.engine.forward_tree(tokens, past_lens, sees)
-        self.seconds += perf_counter() - start
-        return logits
+        with self.watch:
+            return self.engine.forward_tree(tokens, past_lens, sees)
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         assert isinstance(self.engine, TreeEngine)
@@ -129,10 +145,11 @@ class Bench:
         self.settings = pair.settings(settings)
         check_sample(self.settings, Sample(), 1)
         self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
-        self.target = Timed(pair.target)
-        self.draft = None if pair.draft is None else Timed(pair.draft)
+        self.watch = Watch()
+        self.target = Timed(pair.target, self.watch)
+        self.draft = None if pair.draft is None else Timed(pair.draft, self.watch)
         self.plain = Decoder(plain or pair.target, None, exact=False)
-        shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary}
+        shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
         self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
         # has not seen the batch's answers
         self.single = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
@@ -172,13 +189,12 @@ class Bench:
             self._time(self.single, [prompt], self.settings, totals)
 
     def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
-        engines = [engine for engine in (self.target, self.draft) if engine is not None]
-        before, start = sum(engine.seconds for engine in engines), perf_counter()
+        before, start = self.watch.seconds, perf_counter()
         outputs, stats = decode(decoder, group, settings, self.pair)
         wall = perf_counter() - start
         totals.wall += wall
         totals.walls.append(wall - sum(row.seconds["prefill"] for row in stats))
-        totals.engines += sum(engine.seconds for engine in engines) - before
+        totals.engines += self.watch.seconds - before
         totals.prompt += sum(row.seconds["prefill"] for row in stats)
         totals.stats += stats
         totals.outputs += outputs
@@ -201,6 +217,7 @@ class Bench:
                 name: sum(row.seconds[name] for row in speculative.stats) for name in speculative.stats[0].seconds
             },
             "by_drafter": speculative.by_drafter(),
+            "draft_ahead": None if (ahead := self.speculative.ahead) is None else ahead.counts(),
             "prompts": len(prompts),
             "batch_size": self.batch_size,
         }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
-from ..engines import BUILT, ONE_ROW, Engine, Tokens, open_engine
+from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.golden import Golden
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, cores, load
@@ -55,6 +55,8 @@ def run(
 
 def graphs(model: Model, provider: str) -> list[str]:
     """The variants there are to check: every graph of the bundle, or the one engine that was built from it."""
+    if provider in PASSED_ON:
+        return ["canonical"]
     return ["auto"] if provider in BUILT else list(model.entry.variants)
 
 

@@ -59,6 +59,10 @@ class Watch:
         else:
             self._survivals[place] *= self._rates[place]
 
+    def missed(self, place: int, count: int) -> None:
+        """Row ``place`` has ``count`` tokens already, whose logits nobody watched."""
+        self._survivals[place] *= self._rates[place] ** count
+
     def more(self, length: int) -> bool:
         """Whether drafts of ``length`` should grow (no row's beyond its limit), be it by one or, where a step's time
         has stairs, by several."""

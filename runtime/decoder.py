@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -13,6 +14,7 @@ from ..engines.base import Engine, Logits
 from ..errors import UsageError
 from . import judging, trees, verify
 from .admission import check_request
+from .ahead import AheadDrafter, drafts_ahead
 from .cascade import Cascade, Commons, Plan
 from .confidence import Watch
 from .costs import Costs
@@ -23,7 +25,7 @@ from .policy import AutoLength, FixedLength, Pace, Policy, cap
 from .prefill import prefill
 from .sampling import Chain, Sampler
 from .sequence import FinishReason, Row, Sequence, StopMatcher
-from .settings import MODEL_DRAFTS, Rule, Settings
+from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
 from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
@@ -65,19 +67,24 @@ class Decoder:
         exact: bool = True,
         costs: Costs | None = None,
         vocabulary: VocabularyMap | None = None,
+        draft_ahead: DraftAhead = False,
     ) -> None:
         """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
-        they are not the same ids."""
+        they are not the same ids; ``draft_ahead``: the draft model works while the target does, ``ahead`` (None where
+        nobody does)."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
+        self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._model: Drafter | None = None
         self._trees: Drafter | None = None
+        self.ahead: AheadDrafter | None = None
         if draft is not None:
             vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
-            self._model = model_drafter(Stepper(draft, "draft"), vocabulary)
+            model = model_drafter(Stepper(draft, "draft"), vocabulary)
+            self.ahead = drafts_ahead(model, self.costs, draft_ahead)
+            self._model = self.ahead or model
             if vocabulary.tokenizers is None:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
-        self.costs, self._commons = Costs() if costs is None else costs, Commons()
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._epoch = 0
@@ -197,8 +204,8 @@ class Decoder:
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
             if self._drafting is self._model and self._drafting.lag <= IN_STEP:
-                steps = max(len(draft.tokens) for draft in proposed)
-                self.costs.record_draft(len(rows), steps, perf_counter() - started, mean_context(rows))
+                took = perf_counter() - started
+                self.costs.record_draft(len(rows), self._drafting.steps, took, mean_context(rows))
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -247,7 +254,8 @@ class Decoder:
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
             logits = self._target.tree_logits(pieces, past, sees)
         else:
-            logits = self._target.all_logits(pieces, past)
+            with nullcontext() if self.ahead is None else self.ahead.meanwhile(rows, drafts):
+                logits = self._target.all_logits(pieces, past)
         clock.lap("target")
         return logits
 

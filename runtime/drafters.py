@@ -54,11 +54,12 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for.
-    """
+    whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for,
+    ``steps`` how many tokens' time that took."""
 
     watches: bool
     lag: int
+    steps: int
 
     def reset(self, rows: int) -> None:
         """Forget everything; expect ``rows`` rows."""
@@ -96,7 +97,8 @@ class ModelDrafter:
     """
 
     watches = True  # whether it asks a Watch when to stop
-    lag = 0
+    resumes = True  # whether a draft of it can be gone on with
+    lag = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -118,25 +120,40 @@ class ModelDrafter:
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
-        drafts = [Draft() for _ in rows]
-        self._base = [row.sequence.length for row in rows]
-        if not any(lengths):
-            return drafts
-        pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
-        self.lag = max(map(len, pending))
-        for step in range(1, max(lengths) + 1):
-            logits = self._feed(pending)
-            for place, (row, draft, each) in enumerate(zip(rows, drafts, pending, strict=True)):
-                if each and self._choose(row, draft, logits[place]) and watch is not None:
-                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
-            goes_on = [len(draft.tokens) == step < n for draft, n in zip(drafts, lengths, strict=True)]
-            if not any(goes_on) or (watch is not None and not watch.more(step)):
-                break
-            pending = [draft.tokens[-1:] if more else [] for draft, more in zip(drafts, goes_on, strict=True)]
+        return self.resume(rows, lengths, [Draft() for _ in rows], watch)
+
+    def resume(
+        self, rows: Items[Row], lengths: Items[int], drafts: list[Draft], watch: Watch | None = None
+    ) -> list[Draft]:
+        """Make drafts[b], which this began after row b's very text, lengths[b] long if it is shorter; shorter where
+        ``watch`` says so. (That never saw what a draft began with: a resumed one has no classes.)"""
+        self._base, self.steps = [row.sequence.length for row in rows], 0
+        fresh = [not draft.tokens for draft in drafts]
+        each = list(zip(rows, drafts, lengths, strict=True))
+        pending = [
+            self._unfed(b, row, draft) if len(draft.tokens) < n else [] for b, (row, draft, n) in enumerate(each)
+        ]
+        self.lag = max(map(len, pending), default=0)
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
         if watch is not None:
-            for draft, classes in zip(drafts, watch.classes, strict=True):
-                draft.classes = classes
+            for place, draft in enumerate(drafts):
+                watch.missed(place, len(draft.tokens))
+        while any(pending) and (watch is None or not longest or watch.more(longest)):
+            logits = self._feed(pending)
+            for place, (row, draft, n) in enumerate(each):
+                chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
+                if chosen and watch is not None:
+                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
+                pending[place] = draft.tokens[-1:] if chosen and len(draft.tokens) < n else []
+            self.steps, longest = self.steps + 1, max(len(draft.tokens) for draft in drafts)
+        if watch is not None:
+            for draft, new, classes in zip(drafts, fresh, watch.classes, strict=True):
+                draft.classes = classes if new else []
         return drafts
+
+    def keep(self, place: int, length: int) -> None:
+        """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
+        self._valid[place] = min(self._valid[place], length)
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
@@ -144,6 +161,11 @@ class ModelDrafter:
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination] = self._valid[source]
+
+    def _unfed(self, place: int, row: Row, draft: Draft) -> list[int]:
+        """What the cache lacks of the row's text and draft."""
+        valid, length = self._valid[place], row.sequence.length
+        return [*row.sequence.tokens[valid:], *draft.tokens[max(0, valid - length) :]]
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]

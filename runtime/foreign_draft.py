@@ -62,6 +62,7 @@ class ForeignDrafter(ModelDrafter):
         return max(0, self._stepper.engine.spec.max_context + 1 - len(transcript.own))
 
     watches = False  # a string-level draft's tokens are known only at its end
+    resumes = False
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         writers = [self._writer(row, min(n, self.room(row))) for row, n in zip(rows, lengths, strict=True)]
@@ -72,7 +73,9 @@ class ForeignDrafter(ModelDrafter):
                 writer.take(scores) if writer is not None and fed else []
                 for writer, fed, scores in zip(writers, pending, logits, strict=True)
             ]
-        return [Draft() if writer is None else writer.draft for writer in writers]
+        drafts = [Draft() if writer is None else writer.draft for writer in writers]
+        self.steps = max(len(draft.tokens) for draft in drafts)  # of the target's tokens: they are what is planned
+        return drafts
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         """Changes nothing: the text says what of the cache still holds."""

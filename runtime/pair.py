@@ -14,9 +14,10 @@ from typing import Any, overload
 from ..bundle import Bundle, Manifest
 from ..engines import Engine, open_engine
 from ..errors import BundleError, UsageError
+from .ahead import check_ahead
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
-from .settings import DRAFTS, LOSSY, Settings
+from .settings import DRAFTS, LOSSY, DraftAhead, Settings
 from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
@@ -141,14 +142,15 @@ class Pair:
         vocabulary: VocabularyMap | None = None,
         known: Sequence[Cost] = (),
         note: str = "",
+        draft_ahead: DraftAhead = False,
     ) -> None:
         """Made by ``load``; takes the engines over and closes them. ``known`` is what steps cost on this device by
         ``tuned.json``; ``note`` says why that file, if there is one, was of no use."""
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
-        self.batch_size, self.vocabulary = batch_size, vocabulary
+        self.batch_size, self.vocabulary, self.draft_ahead = batch_size, vocabulary, draft_ahead
         self.known, self.note = known, note
-        costs = Costs(known) if known else None
-        self.decoder = Decoder(target, draft, exact=exact, costs=costs, vocabulary=vocabulary)
+        more: dict[str, Any] = {"costs": Costs(known) if known else None, "vocabulary": vocabulary}
+        self.decoder = Decoder(target, draft, exact=exact, **more, draft_ahead=draft_ahead)
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -301,6 +303,7 @@ def load(
     variant: str = "auto",
     exact: bool = True,
     batch_size: int = 16,
+    draft_ahead: DraftAhead = "auto",
 ) -> Pair:
     """Open a bundle for generating.
 
@@ -309,13 +312,17 @@ def load(
     slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
     that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
     own. ``batch_size`` is the most prompts that run at once. Costs start from what
-    ``leadout tune`` measured on this device. Raises BundleError, EngineError or UsageError.
+    ``leadout tune`` measured on this device. ``draft_ahead``: while one prompt runs, the draft model works on the next
+    round as the target verifies (True, False, or "auto": while that is seen to pay, and never where both run on the
+    CPU), but for trees. Raises BundleError, EngineError or UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
+    providers = {provider, draft_provider or provider}
+    ahead = check_ahead(draft_ahead, providers, draft="draft" in found.manifest.models, vocabulary=vocabulary)
     threads = cores() if threads is None else threads
     where: dict[str, Any] = {"provider": provider, "threads": threads, "variant": variant, "exact": exact}
     known, note = read_tuned(found, this_device(**where, draft_provider=draft_provider))
@@ -327,7 +334,7 @@ def load(
     except BaseException:
         target.close()
         raise
-    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary}
+    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary, "draft_ahead": ahead}
     return Pair(found, codec, target, draft, **made, known=known, note=note)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitRow
+from ..engines.base import LogitRow, Tops
 from ..errors import EngineError, UsageError
+from .heads import winner
 from .noise import Noise, Purpose
 from .settings import Rule, Settings
 from .vocabulary import MappedRow
@@ -53,6 +55,12 @@ class Chain:
         if self._repeats:
             self._seen[list(prompt)] = True
 
+    def fork(self) -> Chain:
+        """A copy with a history of its own."""
+        other = copy.copy(self)
+        other._seen, other._counts = self._seen.copy(), self._counts.copy()
+        return other
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Take committed tokens into the history."""
         for token in tokens:
@@ -61,6 +69,12 @@ class Chain:
                 self._seen[token] = True
             if self._counts_tokens:
                 self._counts[token] += 1
+
+    def is_plain(self, drafted: Sequence[int]) -> bool:
+        """Whether all that happens to the logits after ``drafted`` is the temperature."""
+        settings = self.settings
+        free = self._raw and self.generated + len(drafted) >= settings.min_new_tokens
+        return free and settings.top_k == 0 and settings.top_p == 1.0 and settings.min_p == 0.0
 
     def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
         """Whether any processor treats tokens differently by their ids at this position."""
@@ -151,7 +165,15 @@ class Sampler:
         """
         if self.chain.settings.temperature == 0:
             return self.chain.best(logits, drafted)
+        head = getattr(logits, "top", None)  # only rows on a device have one
+        if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
+            return token
         return int(self.noisy(logits, drafted, position).argmax())
+
+    def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
+        if tops is None or not self.chain.is_plain(drafted):
+            return None
+        return winner(*tops, self.chain.settings.temperature, self.noise.gumbel(position, size))
 
     def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
         """What ``coupled`` takes the largest of, float64 [V]."""
@@ -161,8 +183,8 @@ class Sampler:
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
-        among = isinstance(logits, MappedRow) and self.chain.settings.temperature > 0
-        if among and not self.chain.looks_at_ids(drafted):
+        sampled = self.chain.settings.temperature > 0
+        if isinstance(logits, MappedRow) and sampled and not self.chain.looks_at_ids(drafted):
             return self._propose_among(logits, drafted, start)
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None

@@ -12,6 +12,7 @@ from typing import Literal
 from ..errors import UsageError
 
 DraftKind = Literal["auto", "model", "suffix", "siblings", "recycling", "ngram", "none"]
+DraftAhead = bool | Literal["auto"]
 Rule = Literal["greedy", "coupled", "rejection", "block", "typical", "lenient"]
 
 DRAFTS = ("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")

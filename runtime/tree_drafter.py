@@ -25,6 +25,7 @@ class TreeDrafter(ModelDrafter):
     """
 
     watches = False  # its shape is given
+    resumes = False
     _fed = 0
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair
@@ -35,6 +35,7 @@ BUILT_IN = (
 @click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
 @options(SETTINGS)
 @options(ENGINE)
+@options(AHEAD)
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
 def command(
     bundle: str,
@@ -47,6 +48,7 @@ def command(
     threads: int | None,
     variant: str,
     exact: bool,
+    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Measure the pair in BUNDLE against the fastest plain decode of its target, alternating in one process.
@@ -60,8 +62,8 @@ def command(
         raise UsageError("--batch-size and --limit must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
-    with load(bundle, **where, variant=variant, exact=exact) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
+    with load(bundle, **where, threads=threads, variant=variant, exact=exact) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Request, Result, Stream
@@ -44,6 +44,7 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 )
 @options(SETTINGS)
 @options(ENGINE)
+@options(AHEAD)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object an answer instead of text.")
 def command(
     bundle: str,
@@ -57,6 +58,7 @@ def command(
     threads: int | None,
     variant: str,
     exact: bool,
+    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Continue prompts with the pair in BUNDLE.
@@ -70,8 +72,8 @@ def command(
         requests += [Request(**row) for row in read_prompts(batch_file)]
     if not requests:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
-    with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
+    with load(bundle, **where, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         if as_json or len(requests) > 1 or n is not None:

@@ -75,7 +75,10 @@ def command(
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant}
-    with load(bundle, **where, threads=threads, exact=exact) as pair, contextlib.ExitStack() as opened:
+    with (
+        load(bundle, **where, threads=threads, exact=exact, draft_ahead=False) as pair,
+        contextlib.ExitStack() as opened,
+    ):
         candidates = {name: opened.enter_context(candidate(name, pair, where)) for name in drafts}
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}

@@ -23,10 +23,10 @@ from typing import Any
 
 import click
 
-from ..engines import BUILT, PROVIDERS, require
+from ..engines import BUILT, require
 from ..engines.providers import first_line
 from ..errors import EngineError, LeadoutError
-from .gpu_measure import cost_table, graph_gain, identity, speed, stale_slots, units_for
+from .gpu_measure import ahead_gain, cost_table, graph_gain, identity, speed, stale_slots, units_for
 
 CHECKOUT = Path(__file__).parents[1]
 PROMPTS = CHECKOUT / "benchmarks" / "prompts.jsonl"
@@ -68,7 +68,7 @@ class Size:
     """How much of everything: the real check, or one of seconds."""
 
     def __init__(self, dry: bool) -> None:
-        self.providers = ("cpu",) if dry else PROVIDERS[1:]
+        self.providers = ("cpu",) if dry else ("cuda", *BUILT)
         self.prompts, self.tokens, self.bench_tokens = (2, 6, 8) if dry else (8, 48, 64)
         self.widths = range(1, 4) if dry else range(1, 17)
         self.batches = (1, 2) if dry else (1, 4, 16)
@@ -212,6 +212,7 @@ def costs(bundle: Path, provider: str, size: Size) -> dict[str, Any]:
     before = free_bytes(provider)
     with opened(bundle, provider) as pair:
         found = {"speed": speed(pair, prompts(pair, size.prompts), size.bench_tokens)}
+        found["draft_ahead"] = ahead_gain(pair, prompts(pair, size.prompts), size.bench_tokens)
         found["step_ms"] = cost_table(pair.target, size.widths, size.batches, size.past)
         found["draft_step_ms"] = cost_table(pair.draft, (1, 2), size.batches, size.past)
         return found | {"device_bytes_used": before - free_bytes(provider)}

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine
+from ..engines.ort import SlotEngine
 from ..engines.tensorrt.engine import TensorRTEngine
 from ..errors import EngineError, LeadoutError
-from ..runtime.bench import Bench, step_ms
+from ..runtime.bench import Bench, decode, step_ms
 from ..runtime.check import alike, answers
+from ..runtime.decoder import Decoder
 from ..runtime.pair import Pair
+from ..runtime.settings import Settings
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "rule": "greedy"},
@@ -78,27 +81,54 @@ def cost_table(engine: Engine, widths: Sequence[int], batches: Sequence[int], pa
 
 
 def speed(pair: Pair, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Plain and speculative tokens a second (greedy), and the bytes that crossed a round, target and draft."""
+    """Plain and speculative tokens a second (greedy), and the bytes that crossed a round by mode, target and draft."""
     engines = {"target": pair.target} | ({} if pair.draft is None else {"draft": pair.draft})
     report = Bench(pair, {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}).run(prompts)
-    before = {role: getattr(engine, "bytes_moved", 0) for role, engine in engines.items()}
-    results = pair.generate(prompts, temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
-    rounds = max(result.stats.rounds for result in results)
-    moved = {role: (getattr(engine, "bytes_moved", 0) - before[role]) / rounds for role, engine in engines.items()}
+    moved: dict[str, dict[str, float]] = {}
+    for mode, sampling in MODES.items():
+        before = {role: getattr(engine, "bytes_moved", 0) for role, engine in engines.items()}
+        results = pair.generate(prompts, **sampling, max_new_tokens=tokens, ignore_eos=True)
+        rounds = max(result.stats.rounds for result in results)
+        after = {role: getattr(engine, "bytes_moved", 0) for role, engine in engines.items()}
+        moved[mode] = {role: (after[role] - before[role]) / rounds for role in engines}
     dropped = ("hardware", "versions")
     return {name: value for name, value in report.items() if name not in dropped} | {"bytes_moved_a_round": moved}
 
 
-def graph_gain(engine: Engine, width: int, past: int) -> dict[str, Any]:
-    """Milliseconds of a step with and without CUDA graphs, where the engine has them."""
-    if not isinstance(engine, TensorRTEngine):
-        raise EngineError(f"{type(engine).__name__} takes its steps without CUDA graphs")
+def ahead_gain(pair: Pair, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Tokens a second of the draft model alone, greedy and one prompt at a time, without and with drafting ahead; how
+    often that was tried and of use; whether both wrote the same."""
+    if pair.draft is None:
+        raise EngineError("this bundle has no draft model")
+    settings = Settings(draft="model", max_new_tokens=tokens, ignore_eos=True)
     found: dict[str, Any] = {}
+    texts = []
+    for ahead in (False, True):
+        decoder = Decoder(pair.target, pair.draft, exact=pair.exact, draft_ahead=ahead)
+        decode(decoder, prompts[:1], settings, pair)
+        runs = [decode(decoder, [prompt], settings, pair) for prompt in prompts]
+        stats = [each for _, (each,) in runs]
+        texts.append([output for (output,), _ in runs])
+        spent = sum(each.total_seconds - each.seconds["prefill"] for each in stats)
+        found["with" if ahead else "without"] = sum(each.tokens for each in stats) / spent
+        if decoder.ahead is not None:
+            found |= decoder.ahead.counts()
+    return found | {"identical_outputs": texts[0] == texts[1]}
+
+
+def graph_gain(engine: Engine, width: int, past: int) -> dict[str, Any]:
+    """Milliseconds of a step with and without CUDA graphs, where the engine has them; whether both gave one result."""
+    if not isinstance(engine, TensorRTEngine | SlotEngine):
+        raise EngineError(f"{type(engine).__name__} takes its steps without CUDA graphs")
+    before, found = engine.graphs, dict[str, Any]()
+    tokens, lengths = np.arange(width, dtype=np.int64)[None, :], np.array([past], np.int64)
+    logits = []
     for graphs in (True, False):
         engine.graphs = graphs
-        found["with" if graphs else "without"] = step_ms(engine, 1, width, np.array([past], np.int64))
-    engine.graphs = True
-    return found | {"error": engine.graph_error}
+        found["with" if graphs else "without"] = step_ms(engine, 1, width, lengths)
+        logits.append(np.array(engine.forward(tokens, lengths)))
+    engine.graphs = before
+    return found | {"identical_logits": np.array_equal(logits[0], logits[1]), "error": engine.graph_error}
 
 
 def units_for(parameters: float, hidden: int, layers: int) -> int:

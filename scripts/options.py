@@ -40,6 +40,11 @@ def bias(value: str) -> tuple[int, float]:
         raise click.BadParameter(f"'{value}' is not ID=VALUE, for instance 42=-5") from None
 
 
+def switch(context: click.Context, option: click.Parameter, value: str) -> bool | str:
+    """``on`` and ``off`` as the Python API has them."""
+    return {"on": True, "off": False}.get(value, value)
+
+
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-new-tokens", {"type": int, "metavar": "N", "help": "Stop after N tokens. [default: 128]"}),
     ("--min-new-tokens", {"type": int, "metavar": "N", "help": "No stop before N tokens. [default: 0]"}),
@@ -110,6 +115,19 @@ ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--exact/--no-exact",
         {"default": True, "show_default": True, "help": "Every step rounds alike, whatever its width."},
+    ),
+)
+
+AHEAD: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "--draft-ahead",
+        {
+            "type": click.Choice(("auto", "on", "off")),
+            "default": "auto",
+            "show_default": True,
+            "callback": switch,
+            "help": "Let the draft model work while the target does; auto: while it pays, never on a shared CPU.",
+        },
     ),
 )
 

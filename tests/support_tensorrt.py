@@ -36,9 +36,7 @@ class Lowered:
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         }
 
-    def step(
-        self, tokens: Array, past: Array, index: Array | None = None, drafted: Array | None = None
-    ) -> dict[str, Array]:
+    def step(self, tokens: Array, past: Array, index: Array | None = None) -> dict[str, Array]:
         """Outputs by name but the caches, which are kept."""
         index = np.tile(np.arange(tokens.shape[1]), (len(tokens), 1)) if index is None else index
         feeds = {
@@ -46,7 +44,6 @@ class Lowered:
             "position_ids": past[:, None] + np.arange(tokens.shape[1]),
             "past_lens": past,
             "logit_index": index,
-            "drafted_ids": np.zeros_like(index) if drafted is None else drafted,
         }
         names = [str(v.name) for v in self.graph.graph.outputs]
         found = dict(zip(names, self.session.run(None, feeds | self.cache), strict=True))

@@ -297,7 +297,7 @@ class Plan:
     rows: int = 3
     prefill: int = 24
     verify: int = 6
-    heads: tuple[str, ...] = ("greedy", "logsumexp", "top_ids", "top_logits", "drafted_logits")
+    heads: tuple[str, ...] = ("greedy", "logsumexp", "top_ids", "top_logits")
 
 
 def build(model: Model, plan: Plan = Plan(), *, sdk: str = "tensorrt") -> Path:

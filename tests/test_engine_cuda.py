@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from support_tensorrt_host import HostCuda
 
 from leadout.bundle import Model
 from leadout.engines import ort
+from leadout.engines.graphs import Recording
 from leadout.engines.memory import CudaBuffer
 from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 from leadout.runtime.trees import ancestry
+from leadout.scripts.gpu_measure import graph_gain
 
 C = Shape()
 START = np.zeros(1, np.int64)
@@ -39,8 +42,8 @@ def device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotEngine
     """An engine that thinks it is on a GPU: sessions are the CPU's, device memory is the host's."""
     opened = ort.open_session
 
-    def on_the_host(path: Path, *, provider: str, threads: int) -> Any:
-        return opened(path, provider="cpu", threads=threads)
+    def on_the_host(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
+        return Watched(opened(path, provider="cpu", threads=threads), graphs)
 
     monkeypatch.setattr(ort, "open_session", on_the_host)
     monkeypatch.setattr(ort, "Cuda", HostCuda)
@@ -53,6 +56,24 @@ def device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotEngine
     assert not cuda.blocks and cuda.stream == 0, "memory is left behind"
 
 
+class Watched:
+    """A session that notes which graph each of its runs names, and refuses names that it was not opened for."""
+
+    def __init__(self, session: Any, graphs: bool) -> None:
+        self.session, self.graphs, self.runs, self.fault = session, graphs, [], ""  # type: ignore[var-annotated]
+
+    def run_with_iobinding(self, binding: Any, options: Any = None) -> None:
+        assert (options is not None) == self.graphs
+        name = options.get_run_config_entry("gpu_graph_id") if options else None
+        self.runs.append(name)
+        if self.fault and name not in (None, "-1"):
+            raise RuntimeError(self.fault)
+        self.session.run_with_iobinding(binding)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+
 def host(engine: SlotEngine) -> HostCuda:
     assert isinstance(engine._cuda, HostCuda)
     return engine._cuda
@@ -62,15 +83,21 @@ def test_a_gpu_takes_the_variant_for_ragged_rows(device: SlotEngine) -> None:
     assert device.variant == "nonpad"
 
 
-def test_the_same_bits_as_on_the_cpu_and_nothing_crosses_by_itself(device: SlotEngine, model: Model) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_same_bits_as_on_the_cpu_and_nothing_crosses_by_itself(
+    device: SlotEngine, model: Model, graphs: bool
+) -> None:
+    device.graphs = graphs
     cpu = SlotEngine(model, variant="nonpad")
     rows, lengths = tokens(C, 3, 40), at(17, 3, 9)
+    ids = 8 * (3 * 17 * 2 + 3 + 3) + 8 * (3 * 4 * 3 + 3)  # tokens, positions, lengths, wanted logits of both steps
+    ids *= graphs  # else ONNX Runtime copies them
     new = np.stack([row[n : n + 4] for row, n in zip(rows, lengths, strict=True)])
     for engine in (device, cpu):
         engine.reset(3)
         engine.forward(rows[:, :17], at(0, 0, 0), np.array([[16], [2], [8]]))
     found, expected = device.forward(new, lengths), np.asarray(cpu.forward(new, lengths))
-    assert host(device).moved == {"up": 0, "down": 0} and device.bytes_moved == 0
+    assert host(device).moved == {"up": ids, "down": 0} and device.bytes_moved == 0
     assert found.shape == expected.shape
     row = found[1][2]
     assert row.argmax() == expected[1, 2].argmax() and row[5] == expected[1, 2, 5]
@@ -87,7 +114,7 @@ def test_growing_and_copying_stay_on_the_device(device: SlotEngine, model: Model
         engine.forward(rows[:, :100], at(0, 0))
         engine.reserve(200)
         engine.copy_row(1, 0)
-    assert host(device).moved == {"up": 0, "down": 0}
+    assert host(device).moved["down"] == 0
     assert device.capacity == 256
     again = [np.array(engine.forward(rows[:, 100:], at(100, 100))) for engine in (device, cpu)]
     assert np.array_equal(*again)
@@ -120,8 +147,103 @@ def test_a_later_step_takes_the_place_of_an_earlier_one(device: SlotEngine) -> N
         logits[0][0].argmax()
 
 
-def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model) -> None:
-    """A step that branches and the compaction of one branch: the CPU's bits, and nothing crosses by itself."""
+def test_no_graph_is_recorded_unless_that_is_asked_for(device: SlotEngine) -> None:
+    for _ in range(2):
+        device.forward(tokens(C, 1, 5), START)
+    assert not device.graphs and device._session.runs == [None, None] and device.graph_error == ""
+
+
+def test_every_shape_has_a_graph_of_its_own_and_prompts_have_none(device: SlotEngine) -> None:
+    device.graphs = True
+    rows = tokens(C, 1, 60)
+    for _ in range(2):
+        for width in (40, 5, 1):  # widest first: else the room for logits grows, and moves
+            device.forward(rows[:, :width], START)
+    device.reserve(200)  # the cache moves: what was recorded names memory that is gone
+    device.forward(rows[:, :5], START)
+    assert device._session.runs == ["-1", "1", "2", "-1", "1", "2", "3"] and device.graph_error == ""
+
+
+def test_graphs_can_be_switched_off_and_change_nothing(device: SlotEngine) -> None:
+    rows, found = tokens(C, 1, 5), []
+    for graphs in (True, False, True):
+        device.graphs = graphs
+        found.append(np.array(device.forward(rows, START)))
+        assert device._session.graphs is graphs
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+def test_the_check_on_a_gpu_measures_both_and_leaves_the_switch_as_it_was(device: SlotEngine) -> None:
+    for graphs in (False, True):
+        device.graphs = graphs
+        found = graph_gain(device, 2, 16)
+        assert min(found["with"], found["without"]) > 0 and device.graphs is graphs
+        assert found["identical_logits"] is True and found["error"] == ""
+    assert {name for name in device._sessions["nonpad", True].runs if name != "-1"} != set()
+
+
+def test_a_graph_that_cannot_be_recorded_is_done_without_and_the_reason_kept(device: SlotEngine) -> None:
+    device.graphs = True
+    rows = tokens(C, 1, 12)
+    expected = [np.array(device.forward(rows[:, :8], START)), np.array(device.forward(rows[:, 8:], at(8)))]
+    device._session.fault = "operation not permitted when stream is capturing"
+    found = [np.array(device.forward(rows[:, :8], START)), np.array(device.forward(rows[:, 8:], at(8)))]
+    assert all(np.array_equal(*each) for each in zip(found, expected, strict=True))
+    assert not device.graphs and "capturing" in device.graph_error and set(device._session.runs) == {None}
+    device.graphs = True
+    assert device.graph_error == "", "another try is another try"
+
+
+def test_a_graph_that_onnx_runtime_refuses_to_open_is_opened_without(
+    model: Model, device: SlotEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = ort.open_session
+
+    def refusing(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
+        if graphs:
+            raise EngineError("not all nodes are on the CUDA provider")
+        return opened(path, provider=provider, threads=threads)
+
+    monkeypatch.setattr(ort, "open_session", refusing)
+    engine = SlotEngine(model, provider="cuda")
+    engine.graphs = True
+    assert not engine.graphs and "not all nodes" in engine.graph_error
+    engine.close()
+    with pytest.raises(EngineError, match="provider 'cpu' runs without CUDA graphs"):
+        SlotEngine(model).graphs = True
+
+
+def test_recording_is_alone_and_other_steps_are_not() -> None:
+    recording, order = Recording(), []
+    inside, leave = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with recording.step(records=False):
+            inside.set()
+            leave.wait(5)
+            order.append("beside")
+
+    def alone() -> None:
+        with recording.step(records=True):
+            order.append("alone")
+
+    threads = [threading.Thread(target=beside), threading.Thread(target=alone)]
+    threads[0].start()
+    assert inside.wait(5)
+    with recording.step(records=False):
+        order.append("both")
+    threads[1].start()
+    leave.set()
+    for thread in threads:
+        thread.join(5)
+    assert order == ["both", "beside", "alone"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model, graphs: bool) -> None:
+    """A step that branches and the compaction of one branch: the CPU's bits, and nothing crosses by itself. No graph
+    is made of it, whatever becomes of the other steps."""
+    device.graphs = graphs
     cpu = SlotEngine(model, variant="nonpad")
     rows, fed = tokens(C, 2, 30), tokens(C, 2, 6, seed=2)
     sees = np.stack([ancestry([-1, -1, 0, 1, 3], 6), ancestry([-1, 0, 0, 2, 2], 6)])
@@ -129,7 +251,8 @@ def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model) -> None:
         engine.reset(2)
         engine.forward(rows, at(0, 0))
     found, expected = device.forward_tree(fed, at(30, 21), sees), np.array(cpu.forward_tree(fed, at(30, 21), sees))
-    assert host(device).moved == {"up": 0, "down": 0}
+    assert host(device).moved == {"up": graphs * 8 * (2 * 30 * 2 + 2 + 2 * 30), "down": 0}, "those of the prompt"
+    assert device._sessions["tree", False].runs == [None]
     assert np.array_equal(np.asarray(found), expected)
     for engine in (device, cpu):
         engine.compact(0, 31, [1, 3, 4])

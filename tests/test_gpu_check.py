@@ -33,7 +33,10 @@ def test_a_dry_run_measures_everything_there_is(tiny_pair: tuple[Path, Path], tm
     costs = found["small, cpu"]
     assert costs["speed"]["speculative"]["tokens_per_second"] > 0 and costs["speed"]["identical_outputs"] is True
     assert {rows: set(table) for rows, table in costs["step_ms"].items()} == {r: {"1", "2", "3"} for r in "12"}
-    assert costs["speed"]["bytes_moved_a_round"] == {"target": 0.0, "draft": 0.0}
+    nothing = {"target": 0.0, "draft": 0.0}
+    assert costs["speed"]["bytes_moved_a_round"] == {"greedy": nothing, "coupled": nothing}
+    ahead = costs["draft_ahead"]
+    assert ahead["identical_outputs"] is True and ahead["tried"] > 0 and min(ahead["with"], ahead["without"]) > 0
 
 
 def test_a_section_without_time_or_luck_says_why_and_the_others_go_on(tmp_path: Path) -> None:

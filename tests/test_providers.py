@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support_tensorrt_host import Plan, build, install, no_gpu
 
 import leadout
 from leadout.bundle import Bundle
-from leadout.engines import PROVIDERS, require
+from leadout.engines import PROVIDERS, providers, require
 from leadout.engines.tensorrt import compat
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import check
@@ -117,3 +118,52 @@ def test_check_holds_a_built_engine_to_account(built_bundle: Path, on_the_host: 
     assert "coupled: draft model against none" in names
     record = next((built_bundle / "target").glob("*.selftest"))
     assert json.loads(record.read_text())["passed"] is True
+
+
+class Sessions:
+    """As much of onnxruntime as opening a session takes; ``given`` is what the session was asked to run on."""
+
+    def __init__(self, available: list[str], started: list[str]) -> None:
+        self.available, self.started, self.given = available, started, []  # type: ignore[var-annotated]
+
+    def get_available_providers(self) -> list[str]:
+        return self.available
+
+    def SessionOptions(self) -> Any:
+        return SimpleNamespace(add_session_config_entry=lambda name, value: None)
+
+    def InferenceSession(self, path: str, options: Any, providers: list[Any]) -> Any:
+        self.given = providers
+        return SimpleNamespace(get_providers=lambda: self.started)
+
+
+CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+
+
+def test_tensorrt_s_providers_are_asked_for_by_name_and_asserted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Sessions([TENSORRT, CUDA], [TENSORRT, CUDA])
+    monkeypatch.setattr(providers, "onnxruntime", lambda: there)
+    providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
+    assert [name for name, _ in there.given] == [TENSORRT, CUDA], "what the first does not take runs on the second"
+    with pytest.raises(EngineError, match=r"'ort-tensorrt-rtx' is not in this onnxruntime .* TensorRT's own libraries"):
+        providers.open_session(tmp_path, provider="ort-tensorrt-rtx", threads=1)
+    fallen = Sessions([TENSORRT, CUDA], [CUDA])
+    monkeypatch.setattr(providers, "onnxruntime", lambda: fallen)
+    with pytest.raises(EngineError, match="'ort-tensorrt' fell back to CUDAExecutionProvider"):
+        providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
+
+
+def test_graphs_are_cuda_s_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Sessions([CUDA], [CUDA])
+    monkeypatch.setattr(providers, "onnxruntime", lambda: there)
+    for graphs in (True, False):
+        providers.open_session(tmp_path, provider="cuda", threads=1, graphs=graphs)
+        assert there.given[0][1].get("enable_cuda_graph") == ("1" if graphs else None)
+
+
+def test_tensorrt_s_providers_take_the_only_form_they_read_right(tiny_bundle: Path) -> None:
+    for variant in ("nonpad", "gqa"):
+        with pytest.raises(UsageError, match=f"variant '{variant}': provider 'ort-tensorrt' takes canonical alone"):
+            leadout.load(tiny_bundle, provider="ort-tensorrt", variant=variant)

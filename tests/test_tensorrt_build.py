@@ -85,12 +85,13 @@ def test_every_precision_builds_for_every_device_named(precision: str, tmp_path:
         assert (manifest.capacity, manifest.top, manifest.graph_sha256) == (64, 7, canonical)
         names = [f"{i}.{kind}" for i in range(C.layers) for kind in ("key", "value")]
         assert manifest.aliases == {f"present.{name}": f"past_key_values.{name}" for name in names}
-        assert set(manifest.heads) == {"greedy", "logsumexp", "drafted_logits", "top_ids", "top_logits"}
+        assert set(manifest.heads) == {"greedy", "logsumexp", "top_ids", "top_logits"}
         blob = path.read_bytes()
         assert (len(blob), hashlib.sha256(blob).hexdigest()) == (manifest.engine_bytes, manifest.engine_sha256)
     assert lines[0] == f"target: lowering to {precision}, 64 slots a row" and "target: building, sm" in "".join(lines)
+    others = found.model("target").entry.variants.keys() - {"canonical"}
     assert {path.name for path in (tmp_path / "target").iterdir()} == {
-        "model.onnx", "model.onnx.data", "model.gqa.onnx", "model.nonpad.onnx",
+        "model.onnx", "model.onnx.data", *(f"model.{name}.onnx" for name in others),
         *(path.name for path in paths), *(f"{path.stem}.json" for path in paths),
     }, "nothing else is left behind"  # fmt: skip
     assert Bundle.read(tmp_path) == found, "the bundle itself is as it was"
@@ -326,7 +327,7 @@ def long_bundle(tmp_path: Path) -> Bundle:
 
 def test_the_commands_of_the_edge_page_exist(edge: str) -> None:
     lines = re.findall(r"^leadout (\w+) (.*)$", "".join(re.findall(r"```bash\n(.*?)```", edge, re.DOTALL)), re.M)
-    assert {name for name, _ in lines} == {"export", "plan", "build"}
+    assert {name for name, _ in lines} == {"export", "plan", "build", "generate"}
     for name, arguments in lines:
         command: click.Command = importlib.import_module(f"leadout.scripts.cmd_{name}").command
         command.make_context(name, shlex.split(arguments, comments=True))

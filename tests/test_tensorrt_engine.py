@@ -17,6 +17,7 @@ from support_runtime import collect
 from support_tensorrt_host import HostCuda, Plan, build, install, no_gpu, write_manifest
 
 from leadout.bundle import Model
+from leadout.engines.lazy import LazyRow
 from leadout.engines.ort import SlotEngine
 from leadout.engines.tensorrt import compat, selftest
 from leadout.engines.tensorrt.cuda import Cuda
@@ -304,10 +305,10 @@ def test_an_engine_without_the_heads_is_refused(model: Model, tmp_path: Path) ->
         opened(fresh)
 
 
-def test_an_engine_without_the_gathered_head_runs(model: Model, tmp_path: Path) -> None:
-    engine = opened(copied(model, tmp_path, dataclasses.replace(PLAN, heads=("greedy", "logsumexp", "top_logits"))))
-    # TopK gives ids and values: the fake builder names both outputs or none
-    assert np.isfinite(np.asarray(engine.forward(tokens(C, 1, 3), START))).all()
+def test_an_engine_that_wants_what_nobody_feeds_is_refused(model: Model, tmp_path: Path) -> None:
+    fresh = copied(model, tmp_path, dataclasses.replace(PLAN, heads=(*PLAN.heads, "drafted_logits")))
+    with pytest.raises(EngineError, match=r"wants the input 'drafted_ids', which nothing feeds; .*leadout build"):
+        opened(fresh)
 
 
 def test_what_the_sdk_says_is_in_the_error(model: Model, tmp_path: Path) -> None:
@@ -435,6 +436,19 @@ def test_greedy_with_a_draft_moves_no_row_of_logits(model: Model, tmp_path: Path
         assert isinstance(engine.cuda, HostCuda)
         assert engine.cuda.launched > 3
         assert engine.cuda.sizes and 4 * C.vocab not in engine.cuda.sizes
+
+
+def test_a_seeded_text_is_told_from_heads_and_moves_few_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(draft_length=3, max_new_tokens=40, temperature=0.2, seed=4)
+    texts, fetched = [], []
+    for heads in (True, False):
+        if not heads:
+            monkeypatch.setattr(LazyRow, "top", lambda row: None)
+        target = opened(model)
+        texts.append(decode(target, SlotEngine(model, variant="nonpad"), [([1, 2, 3], settings)]))
+        fetched.append(target._logits.bytes_fetched)
+        target.close()
+    assert texts[0] == texts[1] and fetched[0] < 0.8 * fetched[1], "a head of four, and a model that is unsure"
 
 
 def test_a_text_ends_at_the_capacity_and_a_ragged_batch_finds_its_slots(model: Model, tmp_path: Path) -> None:

@@ -77,14 +77,13 @@ def test_fp32_gives_the_bits_of_the_canonical_graph_but_for_the_scale(tmp_path: 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_heads_say_what_numpy_says_of_the_logits(precision: str, tmp_path: Path) -> None:
     lowered = Lowered(write(C, tmp_path), tmp_path / "lowered", precision, SIZES, rows=2)
-    row, drafted = tokens(C, 2, 8), tokens(C, 2, 3, seed=2)
-    found = lowered.step(row, np.zeros(2, np.int64), np.array([[7, 0, 3], [1, 1, 6]]), drafted)
+    row = tokens(C, 2, 8)
+    found = lowered.step(row, np.zeros(2, np.int64), np.array([[7, 0, 3], [1, 1, 6]]))
     logits = found["logits"]
     assert logits.shape == (2, 3, C.vocab)
     assert np.array_equal(found["greedy"], logits.argmax(-1)) and found["greedy"].dtype == np.int64
     wide = logits.astype(np.float64)
     assert np.allclose(found["logsumexp"], np.log(np.exp(wide).sum(-1)), atol=1e-5)
-    assert np.array_equal(found["drafted_logits"], np.take_along_axis(logits, drafted[..., None], -1)[..., 0])
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :7]
     assert np.array_equal(found["top_logits"], np.take_along_axis(logits, order, -1))
     assert np.array_equal(np.take_along_axis(logits, found["top_ids"], -1), found["top_logits"])
@@ -107,7 +106,7 @@ def test_heads_at_the_edges_of_arithmetic(tmp_path: Path) -> None:
 def test_without_a_top_head_the_others_stay(tmp_path: Path) -> None:
     _, made, _ = write_graph(write(C, tmp_path), tmp_path, "fp16", Sizes(capacity=64, top=0))
     names = [v.name for v in made.graph.outputs if not v.name.startswith("present")]
-    assert names == ["logits", "greedy", "logsumexp", "drafted_logits"]
+    assert names == ["logits", "greedy", "logsumexp"]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -17,6 +17,7 @@ from .session import Session
 from .step import Step
 
 _KEPT_STEPS = 64
+INPUTS = ("input_ids", "position_ids", "past_lens", "logit_index")
 REQUIRED_HEADS = ("greedy", "logsumexp", "top_logits")
 
 
@@ -83,7 +84,7 @@ class TensorRTEngine:
         finally:
             self.cuda.wait()
         self._bytes_moved += step.bytes
-        return self._logits.logits(rows, wanted, *step.best())
+        return self._logits.logits(rows, wanted, *step.best(), step.tops())
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. All slots there will be are there already."""
@@ -200,5 +201,8 @@ class TensorRTEngine:
             raise EngineError(f"{self.path} has another capacity than its manifest says; {again}")
         if missing := [head for head in REQUIRED_HEADS if head not in self.session.outputs]:
             raise EngineError(f"{self.path} lacks the output '{missing[0]}'; {again}")
+        known = {*INPUTS, *wanted.values()}
+        if strange := [name for name in self.session.inputs if name not in known]:
+            raise EngineError(f"{self.path} wants the input '{strange[0]}', which nothing feeds; {again}")
         if self.session.type_name("logits") != "FLOAT":
             raise EngineError(f"{self.path} gives logits as {self.session.type_name('logits')}; {again}")

@@ -28,7 +28,7 @@ class EngineManifest:
     ``compute_capability``: "86", "120", or "portable" (any that the SDK knows). ``capacity``: slots a row, fixed.
     ``profiles``: prefill first, then verify (its ``max_width`` is the longest draft and one); in either at most that
     many positions of a row may want logits. ``aliases``: output name to the input whose memory it shares. ``heads``:
-    the outputs beside ``logits`` (greedy, logsumexp, drafted_logits, and top_ids and top_logits of the ``top``
+    the outputs beside ``logits`` (greedy, logsumexp, and top_ids and top_logits of the ``top``
     largest; 0: without). ``graph_sha256``: the canonical graph it was built from, as in leadout.json. ``log``: what
     the build decided or the SDK warned of.
     """

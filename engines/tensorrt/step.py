@@ -62,14 +62,12 @@ class Step:
             "position_ids": (rows, width),
             "past_lens": (rows,),
             "logit_index": (rows, wanted),
-            "drafted_ids": (rows, wanted),
         }
         outputs: dict[str, tuple[int, ...]] = {
             "greedy": (rows, wanted),
             "logsumexp": (rows, wanted),
             "top_ids": (rows, wanted, top),
             "top_logits": (rows, wanted, top),
-            "drafted_logits": (rows, wanted),
         }
         self._cuda, self.profile = cuda, profile
         self._asked = Arena(cuda, session, {name: s for name, s in inputs.items() if name in session.inputs})
@@ -91,9 +89,6 @@ class Step:
         if "position_ids" in asked:
             asked["position_ids"][...] = np.minimum(past_lens[:, None] + self._offsets, last_position)
         asked["logit_index"][...] = index
-        if "drafted_ids" in asked:  # after token i of a row the draft proposed token i + 1 of it
-            next_column = np.minimum(index + 1, self._offsets.size - 1)
-            asked["drafted_ids"][...] = np.take_along_axis(tokens, next_column, axis=1)
 
     def enqueue(self, session: Session) -> None:
         """Queue the inputs' way over, the step, and the answers' way back."""
@@ -108,6 +103,15 @@ class Step:
         total = answered["logsumexp"]
         peaks = np.where(np.isfinite(total), answered["top_logits"][..., 0], total)
         return answered["greedy"].astype(np.int64).reshape(-1), peaks.reshape(-1)
+
+    def tops(self) -> tuple[Tokens, NDArray[np.float32]] | None:
+        """Of each position, flat, the ids and logits [R, k] of its largest, largest first; None without that head.
+        Copies, as in ``best``."""
+        answered = self._answered.arrays
+        if "top_ids" not in answered:
+            return None
+        k = answered["top_ids"].shape[-1]
+        return answered["top_ids"].astype(np.int64).reshape(-1, k), answered["top_logits"].reshape(-1, k).copy()
 
     def close(self) -> None:
         """Release its memory and its graph."""

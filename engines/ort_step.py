@@ -1,0 +1,112 @@
+"""Decides what one shape of call reads and writes on ONNX Runtime, and whether its runs become a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .base import LogitArray, Sight, Tokens
+from .graphs import RECORDING
+from .memory import Buffer, CudaBuffer
+from .providers import onnxruntime
+from .tensorrt.cuda import Cuda
+
+WIDEST_GRAPH, MOST_GRAPHS = 32, 256
+_RUNS_TO_RECORD = 3
+_NO_GRAPH = "-1"
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
+
+    In a session that records CUDA graphs ``options`` say which graph this is: a ``recorded`` step reads device memory
+    that ``uploads`` fill from the arrays, and its first ``runs`` are those that record.
+    """
+
+    session: Any
+    binding: Any
+    tokens: Tokens
+    positions: Tokens
+    past_lens: Tokens
+    past_column: Tokens
+    logit_index: Tokens
+    offsets: Tokens
+    sees: Sight
+    logits: LogitArray | None
+    cuda: Cuda | None = None
+    options: Any = None
+    recorded: bool = False
+    uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
+    runs: int = 0
+
+    def run(self) -> None:
+        """Take the step. Raises whatever ONNX Runtime does."""
+        if self.cuda is None:
+            self.session.run_with_iobinding(self.binding)
+            return
+        with RECORDING.step(records=self.recorded and self.runs < _RUNS_TO_RECORD):
+            for address, array in self.uploads:
+                self.cuda.upload(address, array)
+                self.cuda.wait()
+            if self.options is None:
+                self.session.run_with_iobinding(self.binding)
+            else:
+                self.session.run_with_iobinding(self.binding, self.options)
+        self.runs += 1
+
+    def bind(self, cache: Sequence[Buffer], logits: tuple[int, int] | None) -> None:
+        """Bind ids, ``logits`` (where on a device, and how many a row; None: the array) and ``cache``, each of whose
+        buffers is read and written in place."""
+        names = {value.name for value in self.session.get_inputs()}
+        arrays: dict[str, NDArray[Any]] = {
+            "input_ids": self.tokens,
+            "position_ids": self.positions,
+            "past_lens": self.past_lens,
+            "logit_index": self.logit_index,
+            "tree_mask": self.sees,
+        }
+        for name in sorted(arrays.keys() & names):
+            if self.recorded:
+                self._bind_device(name, arrays[name])
+            else:
+                _bind_host(self.binding.bind_input, name, arrays[name])
+        if self.logits is not None:
+            _bind_host(self.binding.bind_output, "logits", self.logits)
+        elif logits is not None:
+            shape = (*self.logit_index.shape, logits[1])
+            self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
+        rows = self.tokens.shape[0]
+        for i, buffer in enumerate(cache):
+            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
+            place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+            self.binding.bind_input(f"past_key_values.{layer}", *place)
+            self.binding.bind_output(f"present.{layer}", *place)
+
+    def free(self) -> None:
+        """Let go of the binding and of memory on the device."""
+        self.binding = None
+        for address, _ in self.uploads:
+            assert self.cuda is not None
+            self.cuda.free(address)
+
+    def _bind_device(self, name: str, array: NDArray[Any]) -> None:
+        assert self.cuda is not None
+        address = self.cuda.allocate(array.nbytes)
+        self.uploads.append((address, array))
+        self.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
+
+
+def graph_options(number: int | None) -> Any:
+    """Run options that name a CUDA graph, or (None) say that a run records and replays none."""
+    options = onnxruntime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", _NO_GRAPH if number is None else str(number))
+    return options
+
+
+def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:
+    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)

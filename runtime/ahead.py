@@ -1,0 +1,264 @@
+"""Decides what the draft model does while the target verifies: the next draft, as if this one were kept whole.
+
+Kept where the text then is what was supposed, dropped where not. A draft is a function of the text before it and of
+noise that is keyed by position and purpose: what is kept is what would have been drafted anyway, so no rule can tell
+(under ``rejection`` and ``block`` each token goes with the q it was drawn from, as ever). The guess at the target's
+bonus token only says which text to suppose: however it is made, it biases nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from time import perf_counter
+
+from ..engines.base import LogitRow
+from ..errors import UsageError
+from . import sampling
+from .confidence import Watch
+from .costs import Costs, context_bucket
+from .drafters import Draft, ModelDrafter
+from .noise import Purpose
+from .sampling import Probs, Sampler
+from .sequence import Row
+from .settings import DraftAhead
+from .vocabulary import VocabularyMap
+
+_STRETCH, _SKIPPED, _OUTLIERS = 16, 2, 2
+_FIRST_REST, _LONGEST_REST = 128, 1024
+_OTHER_TOKENIZER = "draft_ahead: a draft with another tokenizer cannot (possible: False or 'auto')"
+
+
+def check_ahead(
+    wanted: DraftAhead, providers: Collection[str], *, draft: bool, vocabulary: VocabularyMap | None
+) -> DraftAhead:
+    """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
+    CPU. Raises UsageError for what is no setting, and where it cannot be."""
+    if wanted not in (True, False, "auto"):
+        raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
+    if wanted is True and not draft:
+        raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
+    if wanted is True and vocabulary is not None and vocabulary.tokenizers is not None:
+        raise UsageError(_OTHER_TOKENIZER)
+    return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
+
+
+def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> AheadDrafter | None:
+    """``model``, drafting ahead if that is ``wanted`` ("auto": and possible, and seen to pay). Raises UsageError for a
+    draft with another tokenizer: it cuts its text anew each round, so that there is nothing to keep."""
+    if wanted is True and not model.resumes:
+        raise UsageError(_OTHER_TOKENIZER)
+    return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """Work on ``row`` that began when its text had ``start`` tokens: ``supposed`` is what the round would commit (its
+    drafts, then the bonus token once it is guessed), ``draft`` what would be proposed after that."""
+
+    row: Row
+    start: int
+    supposed: list[int]
+    draft: Draft
+
+
+class AheadDrafter:
+    """A ModelDrafter that goes on in a thread of its own while the target steps, when one row is live.
+
+    (A step is a rectangle: in a batch a single row that was guessed wrong costs the steps all the same.) Nor where the
+    draft is a tree, of which no one branch is likely to be kept whole. ``tried`` counts the rounds that were worked on
+    ahead, ``kept`` the drafts that were of use.
+    """
+
+    watches = True
+
+    def __init__(self, model: ModelDrafter, costs: Costs, *, measured: bool) -> None:
+        """``measured``: only while it is seen to pay; else always."""
+        self._model, self._worth = model, Worth(costs) if measured else None
+        self.lag = self.steps = self.tried = self.kept = 0
+        self._stop = Event()
+        self._thread: Executor | None = None
+        self._run: _Run | None = None
+        self._seconds = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """``tried`` and ``kept``."""
+        return {"tried": self.tried, "kept": self.kept}
+
+    def reset(self, rows: int) -> None:
+        self._run = None
+        self._model.reset(rows)
+
+    def prefill(self, rows: Items[Row]) -> None:
+        self._model.prefill(rows)
+
+    def room(self, row: Row) -> int:
+        return self._model.room(row)
+
+    def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
+        began = perf_counter()
+        drafts = self._settle(rows, lengths)
+        self._model.resume(rows, lengths, drafts, watch)
+        self.lag, self.steps = self._model.lag, self._model.steps
+        self._seconds = perf_counter() - began
+        return drafts
+
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
+        if self._run is None:  # else the next proposal compares texts
+            self._model.observe(place, accepted, path)
+
+    def move(self, source: int, destination: int) -> None:
+        self._model.move(source, destination)
+
+    @contextmanager
+    def meanwhile(self, rows: Items[Row], drafts: Items[Draft]) -> Iterator[None]:
+        """Around the target's step that verifies ``drafts``. The worker is at rest before and after. Raises what the
+        draft model raised, if the target did not."""
+        began = perf_counter()
+        work = self._begin(rows, drafts)
+        try:
+            yield
+        except BaseException:
+            self._end(work)
+            raise
+        if (error := self._end(work)) is not None:
+            raise error
+        if self._worth is not None and len(rows) == 1 and drafts[0].by == "model" and drafts[0].tokens:
+            took = self._seconds + perf_counter() - began
+            self._worth.record(len(drafts[0].tokens), took, rows[0].sequence.cached)
+
+    def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> Future[None] | None:
+        (row, *others), draft = rows, drafts[0]
+        if others or draft.by != "model" or not draft.tokens or draft.parents is not None:
+            return None
+        if self._worth is not None and not self._worth.on:
+            return None
+        longest = self._longest(row, draft)
+        if longest <= 0 or row.sequence.ends.intersection(draft.tokens):
+            return None
+        self.tried += 1
+        self._model.keep(0, row.sequence.cached + len(draft.tokens))  # a draft made ahead may have been cut
+        self._run = _Run(row, row.sequence.length, list(draft.tokens), Draft())
+        self._stop.clear()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
+        return self._thread.submit(self._work, self._run, longest)
+
+    def _longest(self, row: Row, draft: Draft) -> int:
+        """The next draft is likely to be as long as this one, unless the text or the draft's context ends before."""
+        committed = len(draft.tokens) + 1
+        return min(len(draft.tokens), row.sequence.room - committed - 1, self._model.room(row) - committed)
+
+    def _end(self, work: Future[None] | None) -> BaseException | None:
+        """Let the worker finish its step and no more."""
+        self._stop.set()
+        return None if work is None else work.exception()
+
+    def _work(self, run: _Run, longest: int) -> None:
+        if self._stop.is_set():
+            return
+        supposed = suppose(run.row, run.supposed)
+        supposed.sampler = Foresight(supposed.sampler, run.start)
+        if not (guessed := self._model.propose([supposed], [1])[0].tokens):
+            return  # it can say nothing that may follow
+        run.supposed += guessed
+        supposed = suppose(run.row, run.supposed)
+        for length in range(1, longest + 1):
+            if self._stop.is_set() or len(run.draft.tokens) < length - 1:
+                return
+            self._model.resume([supposed], [length], [run.draft])
+
+    def _settle(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
+        """What there is of each row's draft, once it is known what was committed: nothing, or what was made ahead."""
+        run, self._run = self._run, None
+        if run is None:
+            return [Draft() for _ in rows]
+        committed = run.row.sequence.tokens[run.start :]
+        if committed != run.supposed:
+            same = agreement(committed, [*run.supposed, *run.draft.tokens])
+            self._model.keep(0, min(run.start + same, run.row.sequence.cached))
+            return [Draft()]
+        self.kept += bool(run.draft.tokens)
+        length, q = lengths[0], run.draft.q
+        return [Draft(run.draft.tokens[:length], q and q[:length])]
+
+
+class Foresight(Sampler):
+    """Guesses what the target will add in the round at ``start`` if it keeps every draft: its own choice where that
+    follows from seed and text; else what the coin of that draw gives with q in place of p."""
+
+    def __init__(self, sampler: Sampler, start: int) -> None:
+        super().__init__(sampler.rule, sampler.chain, sampler.noise)
+        self._start = start
+
+    def propose(self, logits: LogitRow, drafted: Items[int], start: int) -> tuple[int, Probs | None]:
+        if self.deterministic:
+            return self.choose(logits, drafted, start + len(drafted)), None
+        q = self.chain.distribution(logits, drafted)
+        return sampling.draw(q, self.noise.uniforms(self._start, Purpose.FINAL, 1)[0]), q
+
+
+def suppose(row: Row, tokens: Items[int]) -> Row:
+    """``row`` as if ``tokens`` were committed. Nothing of it that changes is shared, but the noise."""
+    chain = row.sampler.chain.fork()
+    chain.extend(tokens)
+    sequence = dataclasses.replace(row.sequence, tokens=[*row.sequence.tokens, *tokens])
+    return dataclasses.replace(row, sequence=sequence, sampler=Sampler(row.sampler.rule, chain, row.sampler.noise))
+
+
+def agreement(one: Items[int], other: Items[int]) -> int:
+    """How many tokens two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+class Worth:
+    """Whether working ahead pays on this device: two stretches of rounds, without and with it, each round by its
+    seconds over what it would have cost without, for drafts differ in length. The better way is taken, then tried
+    against the other again after 128 rounds, 256, ... 1024 as long as it stays the better one.
+
+    The first rounds of a stretch do not count (a kept draft saves time in the round after), nor do its two slowest
+    (first calls at a new shape). What a round costs, by its context, is kept as it was before the stretches: the table
+    follows what is done.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.on = self._better = False
+        self._costs = self._before = costs
+        self._expected: dict[int, list[float]] = {}
+        self._ratios: dict[bool, list[float]] = {}
+        self._left, self._rest = _STRETCH, _FIRST_REST  # costs are measured first
+
+    def record(self, length: int, seconds: float, past: int = 0) -> None:
+        """A round on ``past`` tokens drafted ``length`` with the model; draft and target together took ``seconds``."""
+        if not self._ratios:
+            self._left -= 1
+            if self._left <= 0:
+                self.on, self._ratios = False, {False: []}
+                self._before, self._expected = Costs(self._costs.measured()), {}
+            return
+        ratios = self._ratios[self.on]
+        ratios.append(seconds / self._price(past)[length])
+        if len(ratios) == _SKIPPED + _STRETCH:
+            if self.on:
+                self._decide()
+            else:
+                self.on, self._ratios[True] = True, []
+
+    def _price(self, past: int) -> list[float]:
+        """Seconds of a round with drafts of 0, 1, 2, ... that is not worked on ahead."""
+        bucket = context_bucket(past)
+        if bucket not in self._expected:
+            draft, target = self._before.draft(1, past), self._before.target(1, past) or []
+            self._expected[bucket] = [length * draft + seconds for length, seconds in enumerate(target[1:])]
+        return self._expected[bucket]
+
+    def _decide(self) -> None:
+        without, with_it = (sum(sorted(self._ratios[on][_SKIPPED:])[:-_OUTLIERS]) for on in (False, True))
+        self.on = with_it < without
+        self._rest = min(2 * self._rest, _LONGEST_REST) if self.on == self._better else _FIRST_REST
+        self._better, self._left, self._ratios = self.on, self._rest, {}
