@@ -2,7 +2,7 @@
 
 The chance that a token is accepted is counted by classes of the draft's top probability. Used under ``greedy`` alone,
 where the target's own choice is what is kept and any cut of a draft is exact. Where the target's law is sampled from, a
-cut may depend on q but never on the token drawn from it, and sureness of q says too little to pay (measured: +1 %).
+cut may depend on q but never on the token drawn from it, and sureness of q says too little to pay (+1 % in simulation).
 """
 
 from __future__ import annotations
