@@ -64,7 +64,7 @@ def mixed(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out.mkdir()
     (out / "leadout.json").write_text("{}")  # an older bundle, to be replaced as a whole
     (out / "stale").mkdir()
-    pair = (save(generation=asks), save(vocab_size=560))
+    pair = (save(generation=asks), save(vocab_size=560, initializer_range=0.05))
     return export_pair(*pair, out, precision="int8", draft_precision="int4", max_context=96)
 
 
