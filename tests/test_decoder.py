@@ -13,7 +13,9 @@ from support_runtime import collect, toy_pair
 
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import ContextError, EngineError, LeadoutError, UsageError
+from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.policy import Pace
 from leadout.runtime.settings import Settings
 
 EOS = 3
@@ -278,3 +280,16 @@ def test_a_draft_model_is_fed_what_it_lacks_in_one_call():
     target, twin = toy_pair()[0], toy_pair()[0]
     list(Decoder(target, twin).decode([([1, 2, 3, 4], Settings(max_new_tokens=15, draft_length=4))], eos_token_ids=()))
     assert [width for _, width in twin.calls] == [3, *(1, 1, 1, 1), *(2, 1, 1, 1), *(2, 1, 1, 1)]
+
+
+def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
+    recorded, round_of = [], itertools.count()
+    monkeypatch.setattr(
+        Pace, "lengths", lambda self, policies, limits, rows: [min(limits[0], 2 * (next(round_of) > 5))]
+    )
+    monkeypatch.setattr(Costs, "record_draft", lambda self, rows, steps, seconds, past=0: recorded.append(steps))
+    target, draft = toy_pair()
+    events = Decoder(target, draft).decode([([1, 2, 3], Settings(max_new_tokens=30, ignore_eos=True))])
+    stats = [event.stats for event in events][-1]
+    assert stats.by_drafter["none"]["rounds"] >= 6
+    assert len(recorded) == stats.by_drafter["model"]["rounds"] - 1, "all but the first after the rest"
