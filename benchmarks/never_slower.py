@@ -23,18 +23,24 @@ from typing import Any
 import numpy as np
 
 import leadout
-from leadout.engines import Logits, Tokens
-from leadout.runtime.bench import Bench, Timed, surroundings
+from leadout.engines import Engine, Logits, Tokens
+from leadout.runtime.bench import Bench, surroundings
 from leadout.scripts.cmd_bench import bare_target
 
 LIMIT = 0.97
 
 
-class Useless(Timed):
+class Useless:
     """A draft model that takes its time and then says what a die says, the same for the same token."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
-        logits = super().forward(tokens, past_lens, logit_index)
+        logits = self._engine.forward(tokens, past_lens, logit_index)
         noise = np.random.default_rng(int(tokens.sum())).standard_normal(logits.shape[-1], np.float32)
         return np.broadcast_to(noise, logits.shape)
 

@@ -69,3 +69,32 @@ def test_siblings_are_counted_by_their_number(root: Path, tiny_bundle: Path, tmp
             assert cell["tokens"] <= 12 * int(n) and sum(cell["accepted"].values()) + cell["rounds"] >= cell["tokens"]
     refused = subprocess.run([*command, "--temperature", "0"], capture_output=True, text=True)
     assert refused.returncode and "at 0 all answers are the same" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [[], ["--useless", "--no-exact"]])
+def test_the_grid_has_a_cell_for_all_it_was_asked(
+    draft: list[str], root: Path, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    path, cells = tmp_path / "kinds.jsonl", tmp_path / "cells.json"
+    rows = [{"kind": kind, "prompt": text} for kind in "ab" for text in ("x = 1\nx = 1\n", f"import {kind}")]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = [sys.executable, str(root / "benchmarks" / "never_slower.py"), str(tiny_bundle), "--prompts", str(path)]
+    options = [
+        "--max-new-tokens",
+        "8",
+        "--limit",
+        "2",
+        "--batches",
+        "1",
+        "3",
+        "--temperatures",
+        "0",
+        "--json",
+        str(cells),
+    ]
+    done = subprocess.run([*command, *options, *draft], capture_output=True, text=True)
+    assert done.returncode in (0, 1) and "3 cells" in done.stdout, done.stderr
+    found = json.loads(cells.read_text(encoding="utf-8"))["cells"]
+    assert [(cell["kind"], cell["batch"]) for cell in found] == [("a", 1), ("b", 1), ("all", 3)]
+    assert done.returncode == any(cell["speedup"] < 0.97 for cell in found)
