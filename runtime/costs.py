@@ -57,10 +57,10 @@ class Cost:
 
 class Costs:
     """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
-    logits, of which there are as many) by rows, context and width, one
-    step of the draft by rows and context, and the host's part of a round by rows. Recording is cheap, for every round
-    does it; looking up is not. What is not known of a place in the table is taken from the nearest places that were
-    measured, scaled by what both know. ``counts`` says how often each was paid."""
+    logits, of which there are as many) by rows, context and width, one step of the draft by rows and context, and the
+    host's part of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known
+    of a place in the table is taken from the nearest places that were measured, scaled by what both know. ``counts``
+    says how often each was paid."""
 
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
