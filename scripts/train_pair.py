@@ -144,9 +144,10 @@ def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: i
     A draft is asked for continuations of its target's text, not of the corpus (Zhou et al. 2310.08461: distil on the
     policy that is met in use).
     """
-    rng, texts, rows, opening = np.random.default_rng(SEED), [], 256, 32
+    rng, rows, opening = np.random.default_rng(SEED), 256, 32
+    texts: list[torch.Tensor] = []
     torch.manual_seed(SEED)
-    writer = copy.deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model
+    writer = cast(Any, copy.deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model)
     while len(texts) * rows * length < tokens:
         starts = rng.integers(0, len(stream) - opening, rows)
         prompts = torch.from_numpy(np.stack([stream[s : s + opening] for s in starts]))
@@ -155,7 +156,7 @@ def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: i
         )
         texts.append(writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=rest))
         click.echo(f"{len(texts) * rows * length:,} tokens of the target's own", err=True)
-    return torch.cat(texts).flatten().numpy()
+    return cast(np.ndarray, torch.cat(texts).flatten().numpy())
 
 
 def batches(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
@@ -420,7 +421,7 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
         "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
-    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=OWN_TOKENS), **figures)
+    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(stream) - len(corpus.stream)), **figures)
 
 
 if __name__ == "__main__":
