@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..engines.base import Logits
 from .family import Family
 from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
-from .policy import AutoLength, Pace
+from .policy import AutoLength, Pace, worth
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .siblings import SiblingsDrafter
@@ -165,10 +165,11 @@ class Cascade:
         """Seconds that the round was shorter for this row's drafts: what its tokens would have taken otherwise (the
         row's share of such rounds), less its share of what a step as wide as this one takes longer. Steps alone: the
         host's part is what asking makes longer."""
-        steps = self._pace.steps(len(drafts))
+        rows, steps = len(drafts), self._pace.steps(len(drafts))
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
-        otherwise = min(plain, 1.0 / self._otherwise) if self._otherwise else plain
-        return (tokens * otherwise - plain) / len(drafts) - longer / (len(drafts) - drafts.count(0))
+        otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
+        gained = worth(tokens * otherwise + rows - 1, rows) - rows
+        return gained * plain / rows - longer / (rows - drafts.count(0))
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Tell what was written while they slept."""

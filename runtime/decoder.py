@@ -235,7 +235,7 @@ class Decoder:
             else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
-        return plans if len(rows) == 1 else self._cut(plans)
+        return self._cut(plans) if len(rows) > 1 and any(plan.drafts for plan in plans) else plans
 
     def _cut(self, plans: list[Plan]) -> list[Plan]:
         """No row's long draft makes the others' step wider than all together gain by it."""

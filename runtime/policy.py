@@ -15,7 +15,7 @@ _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a re
 _FIRST_REST, _LONGEST_FIRST_REST, _LONGEST_REST = 16, 64, 256
 _REFRESH = 8
 _PROBE_LENGTH = 2
-_WORTH_WIDENING = 1.05
+_WORTH_TOGETHER = 0.8
 
 
 class Rest:
@@ -203,7 +203,8 @@ class Pace:
         if self.rest.trying:
             self.explores = True
             return _PROBE_LENGTH
-        speeds = [tokens / seconds for tokens, seconds in zip(_tokens_of(requests), self.seconds(rows), strict=False)]
+        together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
+        speeds = [worth(tokens, len(requests)) / seconds for tokens, seconds in together]
         best = speeds.index(max(speeds))
         if best:
             self.rest.end()
@@ -215,8 +216,7 @@ class Pace:
 
 def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int) -> int:
     """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
-    argmax of (expected tokens of all) / (expected seconds), but none where the best promises less than 5 % more than
-    that: rows that draft end apart, and what is left of a batch is written at a lower rate.
+    argmax of (what the expected tokens of all are worth) / (expected seconds).
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
     it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest
@@ -224,11 +224,18 @@ def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], 
     """
     longest = max(length for _, length in plans)
     speeds = [
-        sum(expected[min(width, length, len(expected) - 1)] for expected, length in plans) / seconds[max(width, fixed)]
+        worth(sum(expected[min(width, length, len(expected) - 1)] for expected, length in plans), len(plans))
+        / seconds[max(width, fixed)]
         for width in range(longest + 1)
     ]
-    best = max(speeds)
-    return speeds.index(best) if best > _WORTH_WIDENING * speeds[0] else 0
+    return speeds.index(max(speeds))
+
+
+def worth(tokens: float, rows: int) -> float:
+    """What a round's expected ``tokens`` count for. In a batch one beyond a row's first counts 0.8: rows that write
+    faster leave sooner, those that do not stay, and a step of fewer rows saves less than the share of those that left
+    (0.7 to 0.85 of it, measured with 4 and 16 rows)."""
+    return tokens if rows == 1 else rows + _WORTH_TOGETHER * (tokens - rows)
 
 
 def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> list[float]:

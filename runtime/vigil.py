@@ -28,8 +28,8 @@ class Vigil:
     """Whether one row's free drafters are asked (to look, and be scored) or sleep: then they are not even told.
 
     What asking saved counts for about ten rounds. Once it is below the price for as many rounds in a row as there is
-    patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen after a
-    nap keeps them awake for 4 rounds at least; when they are worth their price, the next nap is short again.
+    patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
+    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again.
     """
 
     def __init__(self, habit: Habit) -> None:
