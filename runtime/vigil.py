@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
+_PATIENCE, _LEAST_PATIENCE = 16, 8  # rounds in a row that may cost more than they save
+_TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
 _FIRST_NAP, _LONGEST_NAP = 4, 16
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
 
@@ -55,7 +56,7 @@ class Vigil:
         if self._saved > self._habit.price * self._asked:
             self._patience, self._nap, self._habit.patience = _PATIENCE, _FIRST_NAP, _PATIENCE
         elif self._wakes and chosen:
-            self._patience = _LEAST_PATIENCE
+            self._patience = _TRIAL
         else:
             self._patience -= 1
         self._wakes = False

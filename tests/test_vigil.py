@@ -58,7 +58,7 @@ def test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_pri
     for _ in range(4):
         vigil = Vigil(habit)
         lengths.append(len(asked(vigil, 0.0, 17)))
-    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 4
+    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 8
     asked(Vigil(habit), 2.0, 1)
     assert habit.patience == 16, "reversible"
     habit.record(1000.0)
