@@ -2,6 +2,7 @@
 
     python benchmarks/lengths.py bundles/demo --limit 20
     python benchmarks/lengths.py bundles/demo --temperature 1 --draft ngram --lengths 1 2 4 8 --json lengths.json
+    python benchmarks/lengths.py bundles/demo --by-kind  # a table for each kind of text in kinds.jsonl
 
 Rates are tokens per second after the prompt, over all prompts; ``of plain`` divides by the fastest plain decode
 (width 1, exactness off), ``of best`` by the best fixed length.
@@ -11,18 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import leadout
-from leadout.runtime.bench import Bench, Totals, surroundings
+from leadout.runtime.bench import Bench, Group, Totals, surroundings
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.jsonl")
-    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--prompts", type=Path, help="JSON lines (prompts.jsonl beside this; kinds.jsonl by kind)")
+    parser.add_argument("--by-kind", action="store_true", help="a table for each 'kind' of the prompts")
+    parser.add_argument("--limit", type=int, default=20, help="prompts of each table")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -30,28 +33,42 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args()
-    result = sweep(options)
-    print(table(result))
+    result = {}
+    with leadout.load(options.bundle, threads=options.threads) as pair:
+        for kind, prompts in prompts_of(pair, options).items():
+            result[kind] = sweep(pair, prompts[: options.limit], options)
+            print(f"{kind}\n{table(result[kind])}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        written = result if options.by_kind else result["all"]
+        options.json.write_text(json.dumps(written | surroundings(), indent=1) + "\n", encoding="utf-8")
 
 
-def sweep(options: argparse.Namespace) -> dict[str, Any]:
+def prompts_of(pair: leadout.Pair, options: argparse.Namespace) -> dict[str, Group]:
+    """The token ids of the prompts, by kind (``all`` where kinds are not asked for)."""
+    name = "kinds.jsonl" if options.by_kind else "prompts.jsonl"
+    path = options.prompts or Path(__file__).parent / name
+    found: dict[str, Group] = defaultdict(list)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if options.by_kind and "kind" not in row:
+            raise SystemExit(f"{path}: a line without 'kind', which --by-kind needs")
+        found[row["kind"] if options.by_kind else "all"].append(pair.token_ids(row["prompt"]))
+    return found
+
+
+def sweep(pair: leadout.Pair, prompts: Group, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second and tokens a round of every length, prompt after prompt."""
     settings = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "draft": options.draft}
-    lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.limit]
-    with leadout.load(options.bundle, threads=options.threads) as pair:
-        prompts = [pair.token_ids(json.loads(line)["prompt"]) for line in lines]
-        runs = {str(n): Bench(pair, settings | {"draft_length": n}) for n in (*options.lengths, "auto")}
-        totals = {name: Totals() for name in ("plain", *runs)}
-        plain = next(iter(runs.values()))
-        for number, prompt in enumerate([prompts[0], *prompts]):  # the first time warms up
-            for name in totals if number % 2 else reversed(totals):
-                into = totals[name] if number else Totals()
-                (plain.time_plain if name == "plain" else runs[name].time_speculative)([prompt], into)
-            if not number:
-                for run in runs.values():
-                    run.speculative.forget()
+    runs = {str(n): Bench(pair, settings | {"draft_length": n}) for n in (*options.lengths, "auto")}
+    totals = {name: Totals() for name in ("plain", *runs)}
+    plain = next(iter(runs.values()))
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first time warms up
+        for name in totals if number % 2 else reversed(totals):
+            into = totals[name] if number else Totals()
+            (plain.time_plain if name == "plain" else runs[name].time_speculative)([prompt], into)
+        if not number:
+            for run in runs.values():
+                run.speculative.forget()
     rates = {name: side.tokens_per_second for name, side in totals.items()}
     best = max(map(str, options.lengths), key=rates.__getitem__)
     return {
@@ -59,7 +76,7 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_round": {name: side.count("tokens") / side.count("rounds") for name, side in totals.items()},
         "best": best,
         "auto_of_best": rates["auto"] / rates[best],
-    } | surroundings()
+    }
 
 
 def table(result: dict[str, Any]) -> str:

@@ -6,18 +6,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from time import perf_counter
 from typing import NamedTuple
 
 from ..engines.base import Logits
 from .family import Family
 from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
-from .policy import AutoLength, Pace
+from .policy import AutoLength, Pace, worth
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
+from .vigil import Habit, Vigil
 
-_PATIENCE, _NAP = 16, 4  # free drafters that were not chosen for so many rounds are asked every fourth only
+_RECYCLING = ("recycling", "auto")
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
 
 
@@ -47,11 +49,13 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class Commons:
-    """What the free drafters of all rows and requests share: texts, successors, and how good their guesses were."""
+    """What the free drafters of all rows and requests share: texts, successors, how good their guesses were, and
+    whether asking pays."""
 
     pool: SuffixPool = field(default_factory=SuffixPool)
     successors: Successors = field(default_factory=Successors)
     records: dict[str, Calibration] = field(default_factory=dict)
+    habit: Habit = field(default_factory=Habit)
 
     def drafters(self, kind: str, family: Family | None = None) -> list[Calibrated]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
@@ -63,7 +67,7 @@ class Commons:
             made += [OwnText(), EarlierTexts(self.pool)]
         if kind in ("siblings", "auto") and family is not None:
             made.append(SiblingsDrafter(family))
-        if kind in ("recycling", "auto"):
+        if kind in _RECYCLING:
             made.append(RecyclingDrafter(self.successors))
         return [Calibrated(each, self._record(each)) for each in made]
 
@@ -74,10 +78,11 @@ class Commons:
 class Cascade:
     """The choice of one row among free drafters and, perhaps, the draft model.
 
-    Free drafters guess and are scored every round, also while another proposes: the committed text says how many of
-    their tokens would have been accepted. Each is worth its expected tokens, 1 + the sum of its survivals, over the
-    seconds of the step that verifies them; the draft model is worth what its policy expects. Guesses and choice come
-    from past rounds alone, never from what the draft model is about to propose: so every rule stays exact.
+    Free drafters guess and are scored every round, also while another proposes, unless that does not pay (``Vigil``):
+    the committed text says how many of their tokens would have been accepted. Each is worth its expected tokens, 1 +
+    the sum of its survivals, over the seconds of the step that verifies them; the draft model is worth what its policy
+    expects. Guesses and choice come from past rounds alone, never from what the draft model is about to propose: so
+    every rule stays exact.
     """
 
     def __init__(
@@ -91,40 +96,90 @@ class Cascade:
         """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
-        self._idle = 0  # rounds since a free drafter was chosen
         self._drafters = commons.drafters(settings.draft, family)
+        self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
+        self._vigil = Vigil(commons.habit)
+        self._told = 0  # tokens of the text that all free drafters know
+        self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
+        self._plan = Plan()
+        self._otherwise = self._saved = self._spent = 0.0
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take the text in: the prompt before the first round, and what each round brought at its end, so that rows
-        that draft from each other know as much, whoever guesses first."""
+        """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
+        from each other know as much then, whoever guesses first; other drafters that sleep are told when they wake."""
+        if self._told and not self._asked:
+            for drafter in self._eager:
+                drafter.take(tokens)
+            return
+        started = perf_counter()
         for each in self._drafters:
             each.drafter.take(tokens)
+        self._told = len(tokens)
+        if self._settles:
+            self._spent += perf_counter() - started
+            self._vigil.settle(self._saved, self._spent, chosen=self._chosen)
+            self._settles = False
 
     def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
         model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
         wanted = self._wanted(limit, rows)
-        longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
-        self._idle += 1
-        if wanted is None and self._idle > _PATIENCE and self._idle % _NAP:
-            longest = 0
-        for each in self._drafters:
-            each.look(tokens, longest, floor)
-        free, speed = self._best_guess(rows, whole=wanted is not None)
+        self._vigil.tick()
+        self._settles = self._vigil.awake and wanted is None
+        self._asked = self._settles or bool(wanted)
         length, promised = self._from_model(min(limit, model_limit), allotted, rows)
-        if not length or promised <= speed:
-            self._idle = 0 if free.tokens else self._idle
-            return free
-        forced = self._fixed is not None or promised == math.inf
-        return Plan("model", length=length, expected=() if forced or self._model is None else self._model.tokens)
+        self._plan = Plan()
+        speed = 0.0
+        if self._asked:
+            self._catch_up(tokens)
+            started = perf_counter()
+            longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
+            for each in self._drafters:
+                each.look(tokens, longest, floor)
+            self._plan, speed = self._best_guess(rows, whole=wanted is not None)
+            self._spent = perf_counter() - started
+        self._otherwise, self._saved = promised if length else 0.0, 0.0
+        if length and (promised > speed or not self._plan.tokens):
+            forced = self._fixed is not None or promised == math.inf
+            expected = () if forced or self._model is None else self._model.tokens
+            self._plan = Plan("model", length=length, expected=expected)
+        return self._plan
 
-    def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits) -> None:
-        """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``."""
+    def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits, drafts: Sequence[int] = ()) -> None:
+        """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``;
+        ``drafts`` are the lengths of the drafts of all rows that shared the step (by default, this row's alone)."""
+        if not self._asked:
+            return
+        started = perf_counter()
         for each in self._drafters:
             each.score(new)
-        if self._kind in ("recycling", "auto"):
+        if self._kind in _RECYCLING:
             self._commons.successors.record_round(fed, new, logits)
+        if self._settles:
+            self._spent += perf_counter() - started
+            self._chosen = bool(self._plan.tokens) and len(fed) > 1
+            self._saved = self._savings(drafts or [len(fed) - 1], len(new)) if self._chosen else 0.0
+
+    def _savings(self, drafts: Sequence[int], tokens: int) -> float:
+        """Seconds that the round was shorter for this row's drafts: what its tokens would have taken otherwise (the
+        row's share of such rounds), less its share of what a step as wide as this one takes longer. Steps alone: the
+        host's part is what asking makes longer."""
+        rows, steps = len(drafts), self._pace.steps(len(drafts))
+        plain, longer = steps[0], steps[max(drafts)] - steps[0]
+        otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
+        gained = worth(tokens * otherwise + rows - 1, rows) - rows
+        return gained * plain / rows - longer / (rows - drafts.count(0))
+
+    def _catch_up(self, tokens: Sequence[int]) -> None:
+        """Tell what was written while they slept."""
+        if self._told == len(tokens):
+            return
+        if self._kind in _RECYCLING and self._told:
+            self._commons.successors.record_text(tokens[self._told - 1 :])
+        for each in self._drafters:
+            each.drafter.take(tokens)
+        self._told = len(tokens)
 
     def finish(self, tokens: Sequence[int]) -> None:
         """The row ended with ``tokens``: later requests may draft from them."""
@@ -156,12 +211,9 @@ class Cascade:
     def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:
         """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
         where its policy wants to measure, or to try again after a rest."""
-        if self._model is None or limit <= 0:
+        if self._model is None or limit <= 0 or not (allotted or self._fixed):
             return 0, 0.0
         if self._fixed is not None:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, rows)
-        promised = self._model.speed(allotted, rows)
-        measured = self._pace.first_length(min(limit, self._model.reach), rows)
-        forced = measured is not None or promised <= self._model.speed(0, rows)
-        return allotted, math.inf if forced else promised
+        return allotted, math.inf if self._pace.explores else self._model.speed(allotted, rows)

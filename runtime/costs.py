@@ -16,7 +16,8 @@ from .settings import MAX_DRAFT_LENGTH
 # doubling of its rows): what rows cost together cannot be told from one.
 _FIRST_ALONE, _FIRST_TOGETHER = ((4, 8, 2, 1, 3, 0), 2), ((1, 0, 3), 1)
 _RECENT = 7
-_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once
+_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once; the
+# next time after twice as many
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
@@ -67,6 +68,7 @@ class Costs:
         self._tables: dict[str, dict[tuple[int, int], dict[int, Recent]]] = {}
         self._samples: Counter[tuple[int, int]] = Counter()
         self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
+        self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
         self._round = 0
         self.counts: Counter[Step] = Counter()
         for cost in known:
@@ -77,8 +79,11 @@ class Costs:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows."""
         self._record(Step("target", rows, context_bucket(past), width), seconds)
         self._round += 1
-        self._samples[rows.bit_length(), width] += 1
-        self._used[rows.bit_length(), width] = self._round
+        place = rows.bit_length(), width
+        if place in self._used and self._stale(place):
+            self._renewed[place] += 1
+        self._samples[place] += 1
+        self._used[place] = self._round
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
         if steps:
@@ -113,10 +118,12 @@ class Costs:
         lengths, samples = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
         for length in lengths:
             place = rows.bit_length(), max(length + 1, narrowest)
-            few = self._samples[place] < samples or self._round - self._used.get(place, 0) > _STALE
-            if length <= limit and few:
+            if length <= limit and (self._samples[place] < samples or self._stale(place)):
                 return length
         return None
+
+    def _stale(self, place: tuple[int, int]) -> bool:
+        return self._round - self._used.get(place, 0) > _STALE << self._renewed[place]
 
     def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each costs now."""

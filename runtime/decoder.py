@@ -235,7 +235,7 @@ class Decoder:
             else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
-        return plans if len(rows) == 1 else self._cut(plans)
+        return self._cut(plans) if len(rows) > 1 and any(plan.drafts for plan in plans) else plans
 
     def _cut(self, plans: list[Plan]) -> list[Plan]:
         """No row's long draft makes the others' step wider than all together gain by it."""
@@ -261,10 +261,11 @@ class Decoder:
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
+        lengths = [len(draft.tokens) for draft in drafts]
         for row, draft, scores, verdict in zip(rows, drafts, logits, verdicts, strict=True):
             if row.cascade is not None:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
-                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores)
+                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores, lengths)
         clock.lap("verify")
         if not any(draft.parents for draft in drafts):
             width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))

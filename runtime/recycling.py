@@ -34,6 +34,11 @@ class Successors:
         else:
             self._after[token] = (known, certainty - 1) if certainty > 1 else (successor, 1)
 
+    def record_text(self, tokens: Sequence[int]) -> None:
+        """Learn from text alone: each token's successor."""
+        for token, successor in pairwise(tokens):
+            self.record(token, successor)
+
     def record_round(self, fed: Sequence[int], new: Sequence[int], rows: Logits) -> None:
         """Learn from one round of the target: ``fed`` [K+1] tokens, ``rows`` [>= K+1, V] their logits, ``new`` what
         was committed. Committed tokens need no look at their rows; rows behind the first rejection are looked at for
@@ -58,8 +63,7 @@ class RecyclingDrafter:
 
     def take(self, tokens: Sequence[int]) -> None:
         if not self._taken:  # the prompt: later pairs come with the rounds they were committed in
-            for token, successor in pairwise(tokens):
-                self._successors.record(token, successor)
+            self._successors.record_text(tokens)
         self._taken, self._last = len(tokens), tokens[-1]
 
     def steps(self) -> Iterator[Step]:

@@ -107,3 +107,22 @@ def test_the_grid_has_a_cell_for_all_it_was_asked(
     found = json.loads(cells.read_text(encoding="utf-8"))["cells"]
     assert [(cell["kind"], cell["batch"]) for cell in found] == [("a", 1), ("b", 1), ("all", 3)]
     assert done.returncode == any(cell["speedup"] < 0.97 for cell in found)
+
+
+@pytest.mark.slow
+def test_lengths_are_swept_for_each_kind(root: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "kinds.jsonl", tmp_path / "lengths.json"
+    rows = [{"kind": kind, "prompt": text} for kind, text in (("a", "x = 1\nx = 1\n"), ("b", "import"), ("a", "y"))]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = [sys.executable, str(root / "benchmarks" / "lengths.py"), str(tiny_bundle), "--prompts", str(path)]
+    options = ["--lengths", "1", "3", "--max-new-tokens", "8", "--json", str(out)]
+    for by_kind in (["--by-kind"], []):
+        subprocess.run([*command, *options, *by_kind], check=True, capture_output=True, text=True)
+        report = json.loads(out.read_text(encoding="utf-8"))
+        for result in (report["a"], report["b"]) if by_kind else (report,):
+            assert set(result["tokens_per_second"]) == {"plain", "1", "3", "auto"}
+            assert result["auto_of_best"] == result["tokens_per_second"]["auto"] / max(
+                result["tokens_per_second"][length] for length in ("1", "3")
+            )
+    path.write_text('{"prompt": "x"}', encoding="utf-8")
+    assert "without 'kind'" in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr

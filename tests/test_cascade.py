@@ -327,14 +327,3 @@ def test_a_row_that_repeats_does_not_make_the_others_steps_wide(monkeypatch):
         decode([([4, 5, 6] * 8, Settings(draft="suffix", max_new_tokens=60)), *waiting], pair=(target, None), eos=())
         widths[others] = max(width for _, width in target.calls[1:])
     assert widths[6] < widths[0]
-
-
-def test_free_drafters_that_are_never_chosen_are_asked_less_often():
-    chooser, _ = cascade([7, 8], rate=0.0)
-    looked = []
-    for _ in range(40):
-        assert choose(chooser, 8, 0).tokens == ()
-        looked.append(bool(chooser._drafters[0].guess.tokens))
-    assert all(looked[:16]) and sum(looked[16:]) == 6
-    chooser._drafters[0]._own.rates[0] = 0.9
-    assert sum(bool(choose(chooser, 8, 0).tokens) for _ in range(8)) >= 5, "and chosen again, they are asked always"

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import test_cascade
 import test_free_drafters
+import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, free, policy, recycling, suffix
+from leadout.runtime import cascade, decoder, free, policy, recycling, suffix, vigil
 from leadout.runtime.settings import Settings
 
 
@@ -70,6 +71,15 @@ def choices_are_the_best(monkeypatch):
 def start_up_is_measured(monkeypatch):
     for model in (True, False):
         test_cascade.test_the_start_up_measurement_is_made_by_whoever_there_is(model)
+
+
+def asking_pays_or_sleeps(monkeypatch):
+    test_vigil.test_what_does_not_pay_is_asked_ever_more_rarely()
+    test_vigil.test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_price()
+    test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
+    test_vigil.test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up()
+    test_vigil.test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep()
+    test_vigil.test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for()
 
 
 def the_draft_s_cache_is_right(monkeypatch):
@@ -137,6 +147,7 @@ CHECKS = [
     periods_go_on,
     choices_are_the_best,
     start_up_is_measured,
+    asking_pays_or_sleeps,
     shares_add_up,
     earlier_answers_help,
     the_model_is_judged_by_its_own_drafts,
@@ -178,14 +189,28 @@ MUTANTS = [
     Mutant(
         "only text that was drafted is scored", cascade.Cascade, "observe", "each.score(new)", "each.score(fed[1:])"
     ),
-    Mutant("the model before any guess", cascade.Cascade, "choose", "promised <= speed", "promised <= 0"),
-    Mutant("the model never", cascade.Cascade, "choose", "promised <= speed", "promised <= 99"),
+    Mutant("the model before any guess", cascade.Cascade, "choose", "promised > speed", "promised > 0"),
+    Mutant("the model never", cascade.Cascade, "choose", "promised > speed", "promised > 99"),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
-    Mutant("no try after a rest", cascade.Cascade, "_from_model", "promised <= self._model.speed(0, rows)", "False"),
+    Mutant("no try after a rest", cascade.Cascade, "_from_model", "self._pace.explores", "False"),
+    Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "self._pace.explores", "True"),
     Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.first_length(limit, rows)", "None"),
+    Mutant("verification is free", policy.Pace, "steps", "steps[width] for width", "steps[2] for width"),
+    Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
+    Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
+    Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),
+    Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
+    Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),
+    Mutant("one slow round is the price", vigil.Habit, "record", "min(seconds, _OUTLIER * self.price)", "seconds"),
+    Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._told - 1", "len(tokens) - 1"),
     Mutant(
-        "verification is free", policy.Pace, "seconds_without_draft", "steps[width] for width", "steps[2] for width"
+        "siblings sleep too",
+        cascade.Cascade,
+        "take",
+        "drafter.take(tokens)\n        return",
+        "pass\n        return",
     ),
+    Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),

@@ -145,16 +145,18 @@ def test_the_start_up_measures_each_width_twice():
     assert Costs().first_length(3) == 2 and Costs().first_length(0) == 0
 
 
-def test_a_length_that_was_not_used_for_long_is_measured_anew_once():
+def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely():
     table = Costs()
     while (length := table.first_length(16)) is not None:
         table.record_target(1, length + 1, 9.0)
     asked = []
-    for _ in range(600):
+    for i in range(2000):
         length = table.first_length(16)
-        asked += [] if length is None else [length]
+        asked += [] if length is None else [(length, i)]
         table.record_target(1, 1 + (length or 0), 1.0)
-    assert asked == [4, 8, 2, 1, 3] * 2, "no draft at all is used all the time"
+    assert [length for length, _ in asked] == [4, 8, 2, 1, 3] * 3, "no draft at all is used all the time"
+    gaps = [round_ - before for (_, before), (_, round_) in zip(asked, asked[5:], strict=False)]
+    assert all(512 < gap < 530 for gap in gaps[:5]) and all(1024 < gap < 1045 for gap in gaps[5:])
     assert table.target(1)[5] == 1.0, "and outvotes what it was"
 
 
@@ -190,6 +192,8 @@ def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     assert cap([(sure, 16)], seconds, 0) == 16
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 0) == 1, "the seven wait for nothing else"
     assert cap([(sure, 16), *[(unsure, 1)] * 2], seconds, 0) == 16
+    assert cap([([1.0, 1.25], 1)], seconds, 0) == 1, "alone, any gain is one"
+    assert cap([([1.0, 1.24], 1)] * 4, seconds, 0) == 0, "together a token more is worth less than a row's first"
     assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 12) == 12, "a fixed draft has made the step that wide"
 
 

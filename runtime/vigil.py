@@ -1,0 +1,71 @@
+"""Decides how often free drafters are asked: always while they save more time than asking takes, else ever more
+rarely, so that text they know nothing of costs next to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_PATIENCE, _LEAST_PATIENCE = 16, 8  # rounds in a row that may cost more than they save
+_TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
+_FIRST_NAP, _LONGEST_NAP = 4, 16
+_DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
+
+
+@dataclass(slots=True)
+class Habit:
+    """What all rows of a decoder know of asking: its ``price`` (seconds a row and round; one slow round counts for
+    three times that at most) and the ``patience`` a new row begins with: less where rows before it gave up."""
+
+    price: float = 0.0
+    patience: int = _PATIENCE
+
+    def record(self, seconds: float) -> None:
+        """A row was asked in a round, and that took so long."""
+        latest = min(seconds, _OUTLIER * self.price) if self.price else seconds
+        self.price += (1.0 - _PRICE_DECAY if self.price else 1.0) * (latest - self.price)
+
+
+class Vigil:
+    """Whether one row's free drafters are asked (to look, and be scored) or sleep: then they are not even told.
+
+    What asking saved counts for about ten rounds. Once it is below the price for as many rounds in a row as there is
+    patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
+    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again.
+    """
+
+    def __init__(self, habit: Habit) -> None:
+        self._habit = habit
+        self._sleep, self._nap = 0, _FIRST_NAP
+        self._patience, self._wakes = habit.patience, False
+        self._saved = self._asked = 0.0
+
+    @property
+    def awake(self) -> bool:
+        """Whether they are asked in this round."""
+        return self._sleep == 0
+
+    def tick(self) -> None:
+        """A round begins."""
+        self._sleep = max(0, self._sleep - 1)
+
+    def settle(self, saved: float, spent: float, *, chosen: bool) -> None:
+        """A round in which they were asked is over: the seconds it ``saved`` (below 0 where a guess was chosen and
+        failed), those that asking took, and whether it was their guess that was verified."""
+        self._habit.record(spent)
+        self._saved, self._asked = _DECAY * self._saved + saved, _DECAY * self._asked + 1.0
+        if self._saved > self._habit.price * self._asked:
+            self._patience, self._nap, self._habit.patience = _PATIENCE, _FIRST_NAP, _PATIENCE
+        elif self._wakes and chosen:
+            self._patience = _TRIAL
+        else:
+            self._patience -= 1
+        self._wakes = False
+        if self._patience <= 0:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._nap == _FIRST_NAP:
+            self._habit.patience = max(_LEAST_PATIENCE, self._habit.patience // 2)
+        self._sleep, self._nap = self._nap + 1, min(2 * self._nap, _LONGEST_NAP)
+        self._patience, self._wakes = 1, True
+        self._saved = self._asked = 0.0

@@ -1,0 +1,152 @@
+"""When free drafters are asked: by what they save, and what they missed when they were not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support_runtime import FixedCosts, toy_pair
+from test_cascade import Fixed, cascade, choose, decode
+
+from leadout.runtime import decoder as decoder_module
+from leadout.runtime.cascade import Commons
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.family import Family
+from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.settings import Settings
+from leadout.runtime.vigil import Habit, Vigil
+
+
+def asked(vigil, saved, rounds, spent=1.0, chosen=False):
+    """In which rounds a row's drafters are asked when asking always saves and takes so much."""
+    found = []
+    for i in range(rounds):
+        vigil.tick()
+        if vigil.awake:
+            found.append(i)
+            vigil.settle(saved, spent, chosen=chosen)
+    return found
+
+
+def test_what_does_not_pay_is_asked_ever_more_rarely():
+    assert asked(Vigil(Habit()), 0.0, 90) == [*range(16), 20, 29, 46, 63, 80]
+    assert asked(Vigil(Habit()), 0.9, 20) == list(range(16)), "less than it takes"
+    assert asked(Vigil(Habit()), -5.0, 20) == list(range(16)), "guesses that fail"
+    assert asked(Vigil(Habit()), 1.1, 200) == list(range(200)), "more than it takes"
+
+
+def test_it_is_forgotten_again_when_they_are_worth_it():
+    vigil = Vigil(Habit())
+    asked(vigil, 0.0, 100)
+    woken = asked(vigil, 2.0, 60)
+    assert woken[0] < 16 and woken == list(range(woken[0], 60)), "once awake they stay"
+    later = asked(vigil, 0.0, 90)
+    gaps = np.diff(later)
+    assert gaps[gaps > 1].tolist()[:2] == [5, 9], "naps begin anew, and so does patience"
+    assert (gaps == 1).sum() >= 16
+
+
+def test_a_guess_that_is_chosen_after_a_nap_gets_rounds_to_prove_itself():
+    quiet, chosen = Vigil(Habit()), Vigil(Habit())
+    assert asked(quiet, 0.0, 21)[-1] == 20 and asked(chosen, 0.0, 21, chosen=True)[-1] == 20
+    assert not asked(quiet, 0.0, 4) and asked(chosen, 0.0, 4, chosen=True) == [0, 1, 2, 3]
+
+
+def test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_price():
+    habit = Habit()
+    lengths = []
+    for _ in range(4):
+        vigil = Vigil(habit)
+        lengths.append(len(asked(vigil, 0.0, 17)))
+    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 8
+    asked(Vigil(habit), 2.0, 1)
+    assert habit.patience == 16, "reversible"
+    habit.record(1000.0)
+    assert habit.price == pytest.approx(1.1)
+
+
+def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one():
+    chooser, _ = cascade([7, 8], costs=FixedCosts(per_token=0.2), rate=0.99)
+    choose(chooser, 8, 0)
+    assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4)
+    assert chooser._savings([2], 1) == pytest.approx(-0.4)
+    assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.4), "three rows wait"
+    assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.1)
+    chooser._otherwise = 2.0
+    assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
+        "another drafter would have made two a second"
+    )
+
+
+def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
+    class Listener(Fixed):
+        heard = 0
+
+        def take(self, tokens):
+            self.heard = len(tokens)
+
+    chooser, _ = cascade([])
+    listener, text = Listener([49]), [1]
+    chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
+    chooser.take(text)
+    heard = []
+    for _ in range(30):
+        chooser._pace.tick()
+        assert not chooser.choose(text, 8, 0, 0, 1).tokens
+        heard.append(listener.heard == len(text))
+        chooser.observe([text[-1]], [len(text) + 1], np.zeros((1, 50), np.float32))
+        text.append(len(text) + 1)
+        chooser.take(text)
+    assert heard[:17] == [True] * 17 and [i for i in range(17, 30) if heard[i]] == [20, 21, 29], "told when asked"
+    learned = chooser._commons.successors
+    assert all(learned.get(token) == (token + 1, 1) for token in range(1, 29)), "once each, awake or asleep"
+
+
+def test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep():
+    family, commons = Family([1, 2]), Commons()
+    chooser, _ = cascade()
+    rows = [type(chooser)(Settings(draft="auto"), commons, chooser._pace, None, family) for _ in range(2)]
+    for row in rows:
+        row.take([1, 2])
+        row._asked = False
+    rows[0].take([1, 2, 3, 4])
+    rows[1].take([1, 2, 3])
+    siblings = next(each for each in rows[1]._drafters if each.drafter.name == "siblings")
+    assert [token for token, _ in siblings.drafter.steps()][:1] == [4]
+
+
+def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
+    """Its guess is the better one: the draft model is forced on a row only to be measured or tried."""
+    chooser, good = cascade([5, 5], costs=FixedCosts(per_token=0.1), model=True, rate=0.6)
+    bad = AutoLength(chooser._pace)
+    for _ in range(40):
+        bad.observe(1, 0)
+    chooser._model = bad
+    chooser._pace.tick()
+    chooser._pace.lengths([good, bad], [16, 16], 2)
+    plan = chooser.choose([1], 16, 16, 3, 2)
+    assert not chooser._pace.explores and plan.by == "fixed"
+
+
+def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
+    """Asking costs a fortune: they sleep from the first, wake, catch up; nothing of it is seen in a text."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_token=3.0))
+    prompts = ([1], [4, 5, 6, 4, 5, 6, 4, 5], list(range(20)))
+    for sampling in ({}, {"temperature": 0.8, "seed": 7}):
+        plain = decode([(prompt, Settings(draft="none", max_new_tokens=70, **sampling)) for prompt in prompts], eos=())
+        maker = Decoder(*toy_pair(order=2))
+        maker._commons.habit.price = 1e9
+        found = decode(
+            [(p, Settings(draft="auto", max_new_tokens=70, **sampling)) for p in prompts], decoder=maker, eos=()
+        )
+        assert found[:2] == plain[:2]
+
+
+def test_the_pace_forgets_its_tables_of_steps():
+    costs = FixedCosts(per_token=0.5)
+    pace = Pace(costs)
+    assert pace.steps(1)[2] == 2.0
+    costs._tables["target"][1, 0][3].extend([1.5] * 7)
+    for _ in range(8):
+        pace.tick()
+    assert pace.steps(1)[2] == 1.5
