@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
-from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ from .vocabulary import VocabularyMap
 IN_STEP = 2  # committed tokens that a draft in use lacks, at most; what a rested one makes up for is not its price
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What one round committed to one request: (token, proposed by the draft?) in order.
 
     The last event of a request carries its ``finish_reason`` and ``stats``. The end token is among the tokens.
@@ -291,7 +290,7 @@ class Decoder:
             accepted=min(verdict.accepted, kept),
             tokens=kept,
             by=draft.by if draft.tokens else "none",
-            shift=sum(verdict.distances[:kept]),
+            shift=sum(verdict.distances[:kept]) if verdict.distances else 0.0,
         )
         tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
         stats = row.stats if row.finish_reason else None

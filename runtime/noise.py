@@ -93,10 +93,11 @@ class Noise:
 
 def gumbel(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
     """Standard Gumbel noise of uniforms in [0, 1): -log(-log u), -inf of 0, so that such a token simply loses."""
-    noise = buffers.empty(uniforms.size)
-    with np.errstate(divide="ignore"):
-        np.log(uniforms, out=noise)
-        np.negative(noise, out=noise)
-        np.log(noise, out=noise)
+    if not uniforms[uniforms.argmin()]:
+        with np.errstate(divide="ignore"):
+            return -np.log(-np.log(uniforms))
+    noise = np.log(uniforms, out=buffers.empty(uniforms.size))
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
     np.negative(noise, out=noise)
     return noise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,8 @@ from .vocabulary import MappedRow
 Probs = NDArray[np.float64]
 
 _BLOCK = 64  # weights that are added up together when one token is drawn
+_starts: dict[int, NDArray[np.intp]] = {}
+_SAFE = 300.0  # the exponential of a logit so large is a number, and so is a sum of them
 _LONG = 1 << 14  # logits of a row that is looked through for tokens that noise may lift, instead of lifting them all
 
 
@@ -111,10 +114,15 @@ class Chain:
         return scores
 
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p up to a factor, float64 [V]; the largest is 1. Needs temperature > 0."""
-        scores = self._tempered(logits, drafted)
-        if self._cuts:
-            return self._weigh(scores)
+        """p up to a factor, float64 [V]. Needs temperature > 0."""
+        if self.settings.temperature == 1.0 and self.is_plain(drafted):
+            scores, top = self._finite(logits)
+            if abs(top) > _SAFE:
+                scores -= top
+        else:
+            scores = self._tempered(logits, drafted)
+            if self._cuts:
+                return self._weigh(scores)
         masses: Probs = np.exp(scores, out=scores)
         return masses
 
@@ -150,17 +158,25 @@ class Chain:
         nothing in the cache, and takes ten times as long as in a loop."""
         if self.looks_at_ids(drafted):
             scores = self._penalised(logits, drafted)
-            top = scores[scores.argmax()]
+            top = float(scores[scores.argmax()])
             if not math.isfinite(top):
                 raise not_finite()
             scores -= top
             return scores
-        row = np.asarray(logits)
-        top = row[row.argmax()]
-        if not math.isfinite(top):
-            raise not_finite()
-        scores = np.subtract(row, top, out=buffers.empty(row.size), dtype=np.float64)
+        scores, top = self._finite(logits)
+        scores -= top
         return scores
+
+    @staticmethod
+    def _finite(logits: LogitRow) -> tuple[Probs, float]:
+        """The row in float64, and its largest. (In numpy ``max`` is slower to begin than ``argmax``, and so is
+        arithmetic that converts.)"""
+        row = np.asarray(logits)
+        if not math.isfinite(top := float(row[row.argmax()])):
+            raise not_finite()
+        scores = buffers.empty(row.size)
+        scores[:] = row
+        return scores, top
 
     def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
         scores = buffers.empty(logits.size)
@@ -248,12 +264,14 @@ def draw(law: Probs, uniform: float) -> int:
     ``law`` need not be normalised. Tokens of weight 0 are never drawn. Summed in blocks: adding up one by one, the
     numbers wait for each other.
     """
-    upto = np.add.reduceat(law, np.arange(0, law.size, _BLOCK)).cumsum()
-    wanted = uniform * upto[-1]
+    if (starts := _starts.get(law.size)) is None:
+        starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
+    upto = np.add.reduceat(law, starts).cumsum()
+    wanted = uniform * float(upto[-1])
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
-    first = block * _BLOCK
-    inside = law[first : first + _BLOCK].cumsum()
-    inside += upto[block - 1] if block else 0.0
-    token = first + int(inside.searchsorted(wanted, side="right"))
-    return token if token < first + inside.size else int(np.flatnonzero(law[: first + _BLOCK])[-1])
+    first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
+    for token, mass in enumerate(accumulate(law[first : first + _BLOCK].tolist()), first):
+        if before + mass > wanted:
+            return token
+    return int(np.flatnonzero(law[: first + _BLOCK])[-1])
 

@@ -9,7 +9,7 @@ round. ``p(i)`` is the target's distribution after the prefix and x_1..x_i, aske
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,7 @@ Uniforms = Sequence[float] | NDArray[np.float64]
 Draw = Callable[[Probs], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Keep the first ``accepted`` drafts, then ``token``. ``tested`` drafts were looked at.
 
     ``distances``: of each of these accepted + 1 tokens, the total variation between the law it was drawn from and the
