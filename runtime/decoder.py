@@ -260,10 +260,10 @@ class Decoder:
 
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
-        for row, draft, scores, verdict in zip(rows, drafts, logits, verdicts, strict=True):
+        for place, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             if row.cascade is not None:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
-                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores)
+                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place])
         clock.lap("verify")
         if not any(draft.parents for draft in drafts):
             width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from . import buffers
 
 _REMEMBERED = 32
-_SHORT = 1 << 14  # numbers whose noise is remembered, too; of longer rows few tokens' is asked for
+SHORT = 1 << 14  # of longer rows few tokens' noise is asked for
+_TOGETHER = 4  # positions
 _WORD = (1 << 64) - 1
 _EVEN, _ODD = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox's multipliers, and what its keys grow by a round
 _GROWTH = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
@@ -45,21 +46,34 @@ class Noise:
     def gumbel(self, position: int, size: int) -> NDArray[np.float64]:
         """Standard Gumbel noise, float64 [size], by token id: what stands at ``position`` (absolute, 0-based) gets
         the same noise whoever asks, draft or target, this round or the next. The first n numbers do not depend on
-        ``size``."""
-        if (known := self._gumbels.get((position, size))) is None:
-            known = gumbel(self.raw(position, size)[0])
-            if size <= _SHORT:
-                self._gumbels[position, size] = known
-        return known
+        ``size``. Of short rows the next positions' is made, too, at little more than the price of one. Remembered for
+        a while, because draft and target both ask: do not write to it."""
+        if (known := self._gumbels.get((position, size))) is not None:
+            return known
+        if size > SHORT:
+            return gumbel(self.raw(position, size)[0])
+        if len(self._gumbels) >= _REMEMBERED:
+            self._gumbels.clear()
+        noise = np.empty((_TOGETHER, size))
+        for ahead, row in enumerate(noise):
+            self._many(position + ahead, Purpose.GUMBEL, row)
+        for ahead, row in enumerate(gumbel(noise.reshape(-1)).reshape(noise.shape)):
+            self._gumbels[position + ahead, size] = row
+        return self._gumbels[position, size]
+
+    def gumbel_of(self, position: int, size: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """``gumbel(position, size)[ids]``."""
+        if size > SHORT:
+            return gumbel(self.raw(position, size)[0][ids])
+        return self.gumbel(position, size)[ids]
 
     def raw(self, position: int, size: int) -> tuple[NDArray[np.float64], int]:
-        """The uniforms that ``gumbel`` is made of, and where the largest is. Remembered for a while, because draft and
-        target both ask: do not write to them."""
+        """The uniforms that a long row's noise is made of, and where the largest is. Remembered for a while: do not
+        write to them."""
         if (known := self._raws.get((position, size))) is not None:
             return known
         if len(self._raws) >= _REMEMBERED:
             self._raws.clear()
-            self._gumbels.clear()
         uniforms = buffers.empty(size)
         self._many(position, Purpose.GUMBEL, uniforms)
         known = self._raws[position, size] = uniforms, int(uniforms.argmax())

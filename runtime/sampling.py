@@ -14,7 +14,7 @@ from ..engines.base import LogitRow, Tops
 from ..errors import UsageError
 from . import buffers
 from .heads import loudest, not_finite, winner
-from .noise import Noise, Purpose, gumbel
+from .noise import SHORT, Noise, Purpose
 from .nucleus import nucleus_edge
 from .settings import Rule, Settings
 from .vocabulary import MappedRow
@@ -24,7 +24,6 @@ Probs = NDArray[np.float64]
 _BLOCK = 64  # weights that are added up together when one token is drawn
 _starts: dict[int, NDArray[np.intp]] = {}
 _SAFE = 300.0  # the exponential of a logit so large is a number, and so is a sum of them
-_LONG = 1 << 14  # logits of a row that is looked through for tokens that noise may lift, instead of lifting them all
 
 
 class Chain:
@@ -220,7 +219,7 @@ class Sampler:
         head = getattr(logits, "top", None)  # only rows on a device have one
         if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
             return token
-        if logits.size >= _LONG and self.chain.is_plain(drafted):
+        if logits.size > SHORT and self.chain.is_plain(drafted):
             return loudest(np.asarray(logits), self.chain.settings.temperature, *self.noise.raw(position, logits.size))
         return int(self.noisy(logits, drafted, position).argmax())
 
@@ -250,7 +249,7 @@ class Sampler:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
         if self.rule == "coupled":
             scores = self.chain.scores(row.kept, drafted)
-            scores += gumbel(self.noise.raw(start + len(drafted), row.size)[0][row.ids])
+            scores += self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
             return int(row.ids[scores.argmax()]), None
         law = self.chain.distribution(row.kept, drafted)
         q = np.zeros(row.size)
@@ -274,4 +273,3 @@ def draw(law: Probs, uniform: float) -> int:
         if before + mass > wanted:
             return token
     return int(np.flatnonzero(law[: first + _BLOCK])[-1])
-
