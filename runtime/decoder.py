@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,8 @@ from .vocabulary import VocabularyMap
 IN_STEP = 2  # committed tokens that a draft in use lacks, at most; what a rested one makes up for is not its price
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """What one round committed to one request: (token, proposed by the draft?) in order.
 
     The last event of a request carries its ``finish_reason`` and ``stats``. The end token is among the tokens.
