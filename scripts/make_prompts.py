@@ -5,8 +5,11 @@
 
 ``completion`` stops after the head of a function, ``prose`` inside a docstring, ``table`` inside a literal, and
 ``edit`` gives a function whole and begins to write it again. ``--kinds`` takes twelve of each from the other end of
-the list of files, and its ``edit`` is one in earnest: the second copy has the function and an argument renamed, and
-is written down to the middle.
+the list of files, and its ``edit`` is one in earnest, made again and again: three copies, each with the function and an
+argument renamed, the last one written down to the middle.
+
+No prompt ends in white space. A tokenizer makes one token of a line's end and the next line's indentation; behind a
+newline of its own a model has only ever seen text that begins in the first column, and writes that.
 """
 
 from __future__ import annotations
@@ -75,11 +78,11 @@ def prompts(kind: str, texts: dict[str, str]) -> Iterator[dict[str, str]]:
         first, end = cuts[0]
         if kind == "edit":
             body = "".join(lines[first:end])
-            yield {"kind": kind, "file": name, "prompt": f"{body}\n\n{lines[first]}"}
+            yield {"kind": kind, "file": name, "prompt": f"{body}\n\n{lines[first]}".rstrip()}
         else:
             before = "".join(lines[:end])
             start = before.rfind("\n", 0, max(0, len(before) - next(lengths))) + 1
-            yield {"kind": kind, "file": name, "prompt": before[start:]}
+            yield {"kind": kind, "file": name, "prompt": before[start:].rstrip()}
 
 
 def renamed(text: str) -> Iterator[tuple[int, str]]:
@@ -88,17 +91,21 @@ def renamed(text: str) -> Iterator[tuple[int, str]]:
     for f in functions(ast.parse(text)):
         body = lines[f.lineno - 1 : f.end_lineno]
         arguments = [arg.arg for arg in f.args.args if arg.arg not in ("self", "cls")]
-        if not arguments or len(body) > 40:
+        if not arguments or len(body) > 20 or len("".join(body)) > 700:
             continue
         pattern = re.compile(rf"\b{arguments[0]}\b")
-        copy = [pattern.sub(f"new_{arguments[0]}", line).replace(f"def {f.name}(", f"def {f.name}_2(") for line in body]
+        copies = [
+            [pattern.sub(f"{arguments[0]}_{i}", line).replace(f"def {f.name}(", f"def {f.name}_{i}(") for line in body]
+            for i in (2, 3, 4)
+        ]
         half = len(body) // 2
         if pattern.search("".join(body[1:half])) and pattern.search("".join(body[half:])):
-            yield f.lineno - 1, "".join([*body, "\n", *copy[:half]])
+            whole = "".join(["".join([*each, "\n"]) for each in (body, *copies[:-1])])
+            yield f.lineno - 1, (whole + "".join(copies[-1][:half])).rstrip()
 
 
 def edits(texts: dict[str, str]) -> Iterator[dict[str, str]]:
-    """One prompt a file: the function nearest to the file's middle, and the first half of its edited copy."""
+    """One prompt a file: the function nearest to its middle, and its edited copies, the last one half."""
     for name, text in texts.items():
         middle = text.count("\n") // 2
         found = sorted(renamed(text), key=lambda each, middle=middle: abs(each[0] - middle))  # type: ignore[misc]

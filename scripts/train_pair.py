@@ -4,14 +4,15 @@ The corpus is the source of CPython's own standard library, as installed with th
 program; the files named in ``held_out.txt`` are never trained on and give every figure in the model cards.
 
     python -m leadout.scripts.train_pair target --out models      an hour and a quarter on two CPU cores with AMX
-    python -m leadout.scripts.train_pair draft  --out models      a quarter of an hour
+    python -m leadout.scripts.train_pair draft  --out models      three quarters of an hour, a quarter for its text
 
-Without bfloat16 units everything is computed in float32 and takes several times as long.
+Without bfloat16 instructions everything is computed in float32 and takes several times as long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import platform
@@ -34,7 +35,8 @@ SEED = 20261120
 VOCAB = 4096
 CONTEXT = 1024
 END = "<|endoftext|>"
-BFLOAT16 = bool(torch.cpu.get_capabilities().get("amx_bf16"))  # elsewhere it is slower than float32
+# Where the processor only emulates it, bfloat16 is slower than float32.
+BFLOAT16 = any(torch.cpu.get_capabilities().get(unit) for unit in ("amx_bf16", "avx512_bf16"))
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
 HELD_OUT = tuple(Path(__file__).with_name("held_out.txt").read_text(encoding="utf-8").split())
@@ -96,7 +98,8 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
-DRAFT = Recipe(hidden=160, layers=2, heads=5, kv_heads=1, intermediate=512, steps=1500, shallow=2, int4_share=0.4)
+DRAFT = Recipe(hidden=256, layers=2, heads=8, kv_heads=1, intermediate=768, steps=2200, shallow=2, int4_share=0.4)
+OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus
 
 
 # ---- corpus and tokenizer --------------------------------------------------------------------------------------------
@@ -132,6 +135,27 @@ def token_stream(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
     """All files one after the other, each preceded by the end-of-text token, int64 [N]."""
     encoded = tokenizer.encode_batch(list(texts.values()))
     return np.concatenate([np.array([0, *e.ids], np.int64) for e in encoded])
+
+
+@torch.no_grad()
+def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: int = CONTEXT // 4) -> np.ndarray:
+    """What ``model`` itself writes at temperature 1 after 32 tokens of ``stream``, int64 [N], N >= tokens.
+
+    A draft is asked for continuations of its target's text, not of the corpus (Zhou et al. 2310.08461: distil on the
+    policy that is met in use).
+    """
+    rng, texts, rows, opening = np.random.default_rng(SEED), [], 256, 32
+    torch.manual_seed(SEED)
+    writer = copy.deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model
+    while len(texts) * rows * length < tokens:
+        starts = rng.integers(0, len(stream) - opening, rows)
+        prompts = torch.from_numpy(np.stack([stream[s : s + opening] for s in starts]))
+        rest = GenerationConfig(
+            do_sample=True, top_k=0, min_new_tokens=length - opening, max_new_tokens=length - opening, pad_token_id=0
+        )
+        texts.append(writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=rest))
+        click.echo(f"{len(texts) * rows * length:,} tokens of the target's own", err=True)
+    return torch.cat(texts).flatten().numpy()
 
 
 def batches(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
@@ -289,6 +313,9 @@ speculative decoding; it is far too small to be useful otherwise.
 * Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
 """
 
+DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus and {tokens:,} tokens that the
+target wrote itself."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corpus:
@@ -383,7 +410,8 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     model = recipe.model()
     start_from_bigrams(model, corpus.stream)
-    fit(model, corpus.stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
+    stream = np.concatenate([corpus.stream, own_text(teacher, corpus.stream, OWN_TOKENS)])
+    fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
     with int4_weights(model):
         sampled4, greedy4 = acceptance(model, teacher, corpus.held_stream)
@@ -392,7 +420,7 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
         "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
-    publish(model, recipe, corpus, folder, "Distilled from the demo target (KL and total variation).", **figures)
+    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=OWN_TOKENS), **figures)
 
 
 if __name__ == "__main__":

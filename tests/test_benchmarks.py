@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -27,14 +28,22 @@ def test_prompts_are_of_four_kinds_and_from_held_out_files(
     assert made == CliRunner().invoke(main, options).stdout.splitlines(), "the same every time"
 
 
-def test_an_edit_is_a_function_and_the_first_half_of_it_with_names_replaced(root: Path) -> None:
+def test_an_edit_is_a_function_and_copies_of_it_with_names_replaced_the_last_one_half(root: Path) -> None:
     lines = (root / "benchmarks" / "kinds.jsonl").read_text(encoding="utf-8").splitlines()
     for row in (json.loads(line) for line in lines):
         if row["kind"] != "edit":
             continue
-        head = next(line for line in row["prompt"].splitlines(keepends=True) if "_2(" in line)
-        whole, half = row["prompt"].split(head)
-        assert head.split("_2(")[0] + "(" in whole and "new_" in head and 0 < len(half) < len(whole)
+        prompt = row["prompt"]
+        heads = [next(line for line in prompt.splitlines() if f"_{i}(" in line) for i in (2, 3, 4)]
+        whole, *copies = re.split("|".join(map(re.escape, heads)), prompt)
+        assert heads[0].split("_2(")[0] + "(" in whole
+        assert re.sub(r"_2\b", "_3", copies[0]) == copies[1] and 0 < len(copies[2]) < len(copies[1])
+
+
+def test_no_prompt_ends_where_a_token_goes_on(root: Path) -> None:
+    for name in ("prompts.jsonl", "kinds.jsonl"):
+        for line in (root / "benchmarks" / name).read_text(encoding="utf-8").splitlines():
+            assert json.loads(line)["prompt"] == json.loads(line)["prompt"].rstrip()
 
 
 @pytest.mark.slow
