@@ -26,9 +26,9 @@ class _Loan:
         self._memory = memory
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
-    def __del__(self) -> None:
-        if len(stock := _stock.setdefault(self._memory.size, [])) < _KEPT:
-            stock.append(self._memory)
+    def __del__(self, stock: dict[int, list[NDArray[np.float64]]] = _stock, kept: int = _KEPT) -> None:
+        if len(same := stock.setdefault(self._memory.size, [])) < kept:  # bound: at exit a module has no names left
+            same.append(self._memory)
 
 
 def empty(size: int) -> NDArray[np.float64]:
