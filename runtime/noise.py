@@ -89,7 +89,7 @@ class Noise:
         return numbers[:size]
 
     def _block(self, a: int, b: int, c: int) -> tuple[int, int, int, int]:
-        """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers integers of Python are ten times faster than
+        """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers integers of Python are faster there than
         numpy, whose generator finds the way to another counter through code that a step has driven from the cache."""
         d = 0
         for first, second in self._keys:
