@@ -147,7 +147,7 @@ class Chain:
         settings = self.settings
         weights: Probs = np.exp(scores, out=buffers.empty(scores.size))
         if settings.top_p < 1.0:
-            np.putmask(weights, weights < nucleus_edge(scores, weights, settings.top_p), 0.0)
+            weights *= weights >= nucleus_edge(scores, weights, settings.top_p)  # a mask as random as this: no branches
         if settings.min_p > 0.0:
             np.putmask(weights, scores < math.log(settings.min_p), 0.0)
         return weights
