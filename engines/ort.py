@@ -65,6 +65,7 @@ class SlotEngine:
             narrowest=1 if even else 2,
             trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
         )
+        self._places = np.arange(entry.max_context)
         self._sessions: dict[tuple[str, bool], Any] = {}
         self._steps: dict[tuple[int, int, int | None, int], Step] = {}
         self._cache: list[Buffer] = []
@@ -118,9 +119,12 @@ class SlotEngine:
         step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
-        np.add(step.past_column, step.offsets, out=step.positions)
-        if longest + width > self._spec.max_context:
-            np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        if rows == 1 and longest + width <= self._places.size:
+            step.positions[0] = self._places[longest : longest + width]
+        else:
+            np.add(step.past_column, step.offsets, out=step.positions)
+            if longest + width > self._spec.max_context:
+                np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))

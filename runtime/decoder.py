@@ -262,10 +262,10 @@ class Decoder:
     def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         lengths = [len(draft.tokens) for draft in drafts]
-        for row, draft, scores, verdict in zip(rows, drafts, logits, verdicts, strict=True):
+        for place, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
             if row.cascade is not None:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
-                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], scores, lengths)
+                row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
         if not any(draft.parents for draft in drafts):
             width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))
@@ -292,7 +292,7 @@ class Decoder:
             accepted=min(verdict.accepted, kept),
             tokens=kept,
             by=draft.by if draft.tokens else "none",
-            shift=sum(verdict.distances[:kept]),
+            shift=sum(verdict.distances[:kept]) if verdict.distances else 0.0,
         )
         tokens = [(token, i < verdict.accepted) for i, token in enumerate(new[:kept])]
         stats = row.stats if row.finish_reason else None

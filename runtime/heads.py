@@ -1,11 +1,18 @@
-"""Decides what can be told from a row's k largest logits without the row: with the noise known, most choices."""
+"""Decides which token noise lifts highest from few of them: from a row's k largest logits without the row, or, of a
+row, from those that their logit and their noise leave a chance."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engines.base import LogitArray, Tokens
+from ..errors import EngineError
+from .noise import gumbel
+
+_SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + its size
 
 
 def winner(ids: Tokens, tops: LogitArray, temperature: float, noise: NDArray[np.float64]) -> int | None:
@@ -23,3 +30,36 @@ def winner(ids: Tokens, tops: LogitArray, temperature: float, noise: NDArray[np.
     scores += noise[ids]
     best = scores.max()
     return int(ids[scores == best].min()) if best > bound else None
+
+
+def loudest(row: LogitArray, temperature: float, uniforms: NDArray[np.float64], peak: int) -> int:
+    """argmax of (logit - largest logit) / temperature + Gumbel noise over the row (the lowest id among equals), to the
+    bit what adding all the noise says.
+
+    row float32 [V]; ``uniforms`` float64 [V], of which the noise is made, the largest at ``peak``. The likeliest token
+    and that of the largest noise say what the winner must reach. A token that does has a logit that the largest noise
+    lifts so high, and noise that lifts the largest logit so high: of 151,936 tokens that is a few hundred, and only
+    their noise is worked out. Raises EngineError where the largest logit is not finite.
+    """
+    first = int(row.argmax())
+    top = float(row[first])
+    if not math.isfinite(top):
+        raise not_finite()
+
+    def lifted(ids: Tokens) -> NDArray[np.float64]:
+        scores = row[ids].astype(np.float64) - top
+        scores /= temperature
+        return scores + gumbel(uniforms[ids])
+
+    reach = float(lifted(np.array([first, peak])).max())
+    lowest = top + temperature * (reach - float(gumbel(uniforms[[peak]])[0]))
+    quietest = math.exp(-math.exp(-reach)) if reach > -700.0 else 0.0
+    candidates = row >= np.float32(lowest - _SLACK * (1.0 + abs(lowest)))
+    candidates &= uniforms >= quietest - _SLACK * _SLACK
+    ids = np.flatnonzero(candidates)
+    return int(ids[lifted(ids).argmax()])
+
+
+def not_finite() -> EngineError:
+    """What is wrong with a row whose largest logit is no number."""
+    return EngineError("no finite maximum among the logits: NaN or infinity from the engine, or every token banned")

@@ -23,8 +23,9 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
-    def p(i: int) -> Probs:
-        return sampler.chain.distribution(logits[i], x[:i])
+    def p(i: int) -> Probs:  # the last row is drawn from and no more: any factor of it will do
+        law = sampler.chain.distribution if i < len(x) else sampler.chain.masses
+        return law(logits[i], x[:i])
 
     def pick(law: Probs) -> int:
         return draw(law, final)

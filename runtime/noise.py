@@ -7,7 +7,14 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from . import buffers
+
 _REMEMBERED = 32
+SHORT = 1 << 14  # of longer rows few tokens' noise is asked for
+_TOGETHER = 4  # positions
+_WORD = (1 << 64) - 1
+_EVEN, _ODD = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox's multipliers, and what its keys grow by a round
+_GROWTH = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 
 class Purpose(IntEnum):
@@ -32,30 +39,79 @@ class Noise:
         self._philox = np.random.Philox(key=seed | stream << 64)
         self._generator = np.random.Generator(self._philox)
         self._state = self._philox.state
+        self._keys = [((seed + i * _GROWTH[0]) & _WORD, (stream + i * _GROWTH[1]) & _WORD) for i in range(10)]
+        self._raws: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._gumbels: dict[tuple[int, int], NDArray[np.float64]] = {}
 
     def gumbel(self, position: int, size: int) -> NDArray[np.float64]:
         """Standard Gumbel noise, float64 [size], by token id: what stands at ``position`` (absolute, 0-based) gets
         the same noise whoever asks, draft or target, this round or the next. The first n numbers do not depend on
-        ``size``. Remembered for a while, because both ask: do not write to it."""
+        ``size``. Of short rows the next positions' is made, too, at little more than the price of one. Remembered for
+        a while, because draft and target both ask: do not write to it."""
         if (known := self._gumbels.get((position, size))) is not None:
             return known
+        if size > SHORT:
+            return gumbel(self.raw(position, size)[0])
         if len(self._gumbels) >= _REMEMBERED:
             self._gumbels.clear()
-        noise = self.uniforms(position, Purpose.GUMBEL, size)
-        with np.errstate(divide="ignore"):  # log(0) for a uniform of exactly 0: that token simply loses
-            np.log(noise, out=noise)
-            np.negative(noise, out=noise)
-            np.log(noise, out=noise)
-        np.negative(noise, out=noise)
-        self._gumbels[position, size] = noise
-        return noise
+        noise = np.empty((_TOGETHER, size))
+        for ahead, row in enumerate(noise):
+            self._many(position + ahead, Purpose.GUMBEL, row)
+        for ahead, row in enumerate(gumbel(noise.reshape(-1)).reshape(noise.shape)):
+            self._gumbels[position + ahead, size] = row
+        return self._gumbels[position, size]
 
-    def uniforms(self, position: int, purpose: Purpose, size: int) -> NDArray[np.float64]:
-        """Uniforms in [0, 1), float64 [size]. A round asks with the position it starts at and takes its i-th number
+    def gumbel_of(self, position: int, size: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        """``gumbel(position, size)[ids]``."""
+        if size > SHORT:
+            return gumbel(self.raw(position, size)[0][ids])
+        return self.gumbel(position, size)[ids]
+
+    def raw(self, position: int, size: int) -> tuple[NDArray[np.float64], int]:
+        """The uniforms that a long row's noise is made of, and where the largest is. Remembered for a while: do not
+        write to them."""
+        if (known := self._raws.get((position, size))) is not None:
+            return known
+        if len(self._raws) >= _REMEMBERED:
+            self._raws.clear()
+        uniforms = buffers.empty(size)
+        self._many(position, Purpose.GUMBEL, uniforms)
+        known = self._raws[position, size] = uniforms, int(uniforms.argmax())
+        return known
+
+    def uniforms(self, position: int, purpose: Purpose, size: int) -> list[float]:
+        """Uniforms in [0, 1), ``size`` of them. A round asks with the position it starts at and takes its i-th number
         for its i-th draft: the next round starts further on and so shares nothing with it. (Keyed by the draft's own
         position instead, block verification would be biased: it looks at coins beyond the ones it commits.)"""
+        numbers: list[float] = []
+        for place in range(1, -(-size // 4) + 1):
+            numbers += [(number >> 11) * 2.0**-53 for number in self._block(place, position, purpose)]
+        return numbers[:size]
+
+    def _block(self, a: int, b: int, c: int) -> tuple[int, int, int, int]:
+        """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers integers of Python are faster there than
+        numpy, whose generator finds the way to another counter through code that a step has driven from the cache."""
+        d = 0
+        for first, second in self._keys:
+            even, odd = _EVEN * a, _ODD * c
+            a, b, c, d = (odd >> 64) ^ b ^ first, odd & _WORD, (even >> 64) ^ d ^ second, even & _WORD
+        return a, b, c, d
+
+    def _many(self, position: int, purpose: Purpose, out: NDArray[np.float64]) -> None:
+        """The same numbers as ``uniforms``, as many as ``out`` takes."""
         counter = self._state["state"]["counter"]
         counter[:] = (0, position, purpose, 0)
         self._philox.state = self._state
-        return self._generator.random(size)
+        self._generator.random(out=out)
+
+
+def gumbel(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise of uniforms in [0, 1): -log(-log u), -inf of 0, so that such a token simply loses."""
+    if not uniforms[uniforms.argmin()]:
+        with np.errstate(divide="ignore"):
+            return -np.log(-np.log(uniforms))
+    noise = np.log(uniforms, out=buffers.empty(uniforms.size))
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    return noise

@@ -82,12 +82,12 @@ class Result:
 class Stream(Iterator[Piece]):
     """Pieces of one answer as they come; afterwards ``result`` is the whole."""
 
-    def __init__(self, answers: Iterator[tuple[int, Piece | Result]]) -> None:
-        self._answers = answers
+    def __init__(self, items: Iterator[Piece | Result]) -> None:
+        self._items = items
         self._result: Result | None = None
 
     def __next__(self) -> Piece:
-        for _, item in self._answers:
+        for item in self._items:
             if isinstance(item, Piece):
                 return item
             self._result = item
@@ -103,8 +103,9 @@ class Stream(Iterator[Piece]):
 
 @dataclasses.dataclass(slots=True)
 class _Answer:
-    """One answer in the making: ids and text that are already given out."""
+    """One answer in the making, the ``index``-th of its call: ids and text that are already given out."""
 
+    index: int
     settings: Settings
     sample: int
     text: TextStream
@@ -112,7 +113,7 @@ class _Answer:
     shown: int = 0
 
     def pieces(self, event: Event) -> Iterator[Piece]:
-        """Take the round's tokens; changes ``token_ids`` and ``shown``."""
+        """Take the round's tokens and give them out; changes ``token_ids`` and ``shown``."""
         self.text.keep(len(self.token_ids) + len(event.tokens))
         if event.finish_reason is not None:
             self.text.close()
@@ -122,6 +123,13 @@ class _Answer:
             end = max(self.shown, min(self.text.ends[len(self.token_ids) - 1], self.text.visible))
             yield Piece(self.text.text[self.shown : end], ids, from_draft)
             self.shown = end
+
+    def take(self, event: Event) -> None:
+        """Take the round's tokens: nobody asks for the text before it is whole."""
+        self.token_ids += [token_id for token_id, _ in event.tokens]
+        self.text.keep(len(self.token_ids))
+        if event.finish_reason is not None:
+            self.text.close()
 
 
 class Pair:
@@ -184,7 +192,7 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        found = {index: item for index, item in self._run(prompts, settings, each) if isinstance(item, Result)}
+        found = dict(self._results(self._start(prompts, settings, each)))
         results = [found[index] for index in range(len(found))]
         if n is None:
             return results[0] if single else results
@@ -193,7 +201,7 @@ class Pair:
 
     def stream(self, prompt: Prompt, **settings: Any) -> Stream:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
-        return Stream(self._run([prompt], settings))
+        return Stream(self._pieces(self._start([prompt], settings)))
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked."""
@@ -209,10 +217,8 @@ class Pair:
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
         return settings
 
-    def _run(
-        self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1
-    ) -> Iterator[tuple[int, Piece | Result]]:
-        """Check everything now, run when iterated: (index of the answer, what it brought), n answers a prompt."""
+    def _start(self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1) -> Iterator[tuple[_Answer, Event]]:
+        """Check everything now, run when iterated: each round of each answer, n answers a prompt."""
         check_names(given)
         asked = [self._request(prompt, given) for prompt in prompts]
         siblings = samples([token_ids for token_ids, _ in asked], n)
@@ -234,7 +240,7 @@ class Pair:
 
     def _admit(
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
-    ) -> Iterator[tuple[int, Piece | Result]]:
+    ) -> Iterator[tuple[_Answer, Event]]:
         """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
         answers: list[_Answer] = []
         eos = self.bundle.manifest.models["target"].eos_token_ids
@@ -246,17 +252,20 @@ class Pair:
         )
         for (ids, settings), sample in zip(requests, siblings, strict=True):
             text = TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)
-            answers.append(_Answer(settings, sample.number, text))
-        return self._answer(start, answers, events)
+            answers.append(_Answer(start + len(answers), settings, sample.number, text))
+        return ((answers[event.index], event) for event in events)
 
-    def _answer(
-        self, start: int, answers: list[_Answer], events: Iterator[Event]
-    ) -> Iterator[tuple[int, Piece | Result]]:
-        for event in events:
-            answer = answers[event.index]
-            yield from ((start + event.index, piece) for piece in answer.pieces(event))
+    def _results(self, rounds: Iterator[tuple[_Answer, Event]]) -> Iterator[tuple[int, Result]]:
+        for answer, event in rounds:
+            answer.take(event)
             if event.stats is not None:
-                yield start + event.index, self._result(answer, event)
+                yield answer.index, self._result(answer, event)
+
+    def _pieces(self, rounds: Iterator[tuple[_Answer, Event]]) -> Iterator[Piece | Result]:
+        for answer, event in rounds:
+            yield from answer.pieces(event)
+            if event.stats is not None:
+                yield self._result(answer, event)
 
     def _result(self, answer: _Answer, event: Event) -> Result:
         assert event.finish_reason is not None and event.stats is not None

@@ -5,20 +5,25 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..engines.base import LogitRow, Tops
-from ..errors import EngineError, UsageError
-from .heads import winner
-from .noise import Noise, Purpose
+from ..errors import UsageError
+from . import buffers
+from .heads import loudest, not_finite, winner
+from .noise import SHORT, Noise, Purpose
+from .nucleus import nucleus_edge
 from .settings import Rule, Settings
 from .vocabulary import MappedRow
 
 Probs = NDArray[np.float64]
 
 _BLOCK = 64  # weights that are added up together when one token is drawn
+_starts: dict[int, NDArray[np.intp]] = {}
+_SAFE = 300.0  # the exponential of a logit so large is a number, and so is a sum of them
 
 
 class Chain:
@@ -51,6 +56,7 @@ class Chain:
         self._counts_tokens = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
         self._seen = np.zeros(vocab_size if self._repeats else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._counts_tokens else 0, np.float64)
+        self._cuts = settings.top_p < 1.0 or settings.min_p > 0.0
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
         if self._repeats:
             self._seen[list(prompt)] = True
@@ -73,8 +79,8 @@ class Chain:
     def is_plain(self, drafted: Sequence[int]) -> bool:
         """Whether all that happens to the logits after ``drafted`` is the temperature."""
         settings = self.settings
-        free = self._raw and self.generated + len(drafted) >= settings.min_new_tokens
-        return free and settings.top_k == 0 and settings.top_p == 1.0 and settings.min_p == 0.0
+        cut = self._cuts or settings.top_k > 0
+        return not cut and not self.looks_at_ids(drafted)
 
     def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
         """Whether any processor treats tokens differently by their ids at this position."""
@@ -82,53 +88,98 @@ class Chain:
 
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
-        if self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens:
+        if not self.looks_at_ids(drafted):
             token = int(logits.argmax())
             if not math.isfinite(logits[token]):
-                raise _not_finite()
+                raise not_finite()
             return token
         scores = self._penalised(logits, drafted)
         token = int(scores.argmax())
         if not math.isfinite(scores[token]):
-            raise _not_finite()
+            raise not_finite()
         return token
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p / max p after processors 1-4, float64 [V]: the law before any temperature."""
-        scores = self._penalised(logits, drafted)
-        top = scores.max()
-        if not math.isfinite(top):
-            raise _not_finite()
-        weights: Probs = np.exp(scores - top)
+        scores = self._from_top(logits, drafted)
+        weights: Probs = np.exp(scores, out=scores)
         return weights
 
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
-        scores = self._penalised(logits, drafted)
-        settings = self.settings
-        top = scores.max()
-        if not math.isfinite(top):
-            raise _not_finite()
-        scores -= top
-        if settings.temperature != 1.0:
-            scores /= settings.temperature
-        if 0 < settings.top_k < scores.size:
-            _keep(scores, np.partition(scores, -settings.top_k)[-settings.top_k])
-        if settings.top_p < 1.0:
-            _keep_nucleus(scores, settings.top_p)
-        if settings.min_p > 0.0:
-            _keep(scores, math.log(settings.min_p))
+        scores = self._tempered(logits, drafted)
+        if self._cuts:
+            np.putmask(scores, self._weigh(scores) == 0.0, -math.inf)
         return scores
+
+    def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
+        """p up to a factor, float64 [V]. Needs temperature > 0."""
+        if self.settings.temperature == 1.0 and self.is_plain(drafted):
+            scores, top = self._finite(logits)
+            if abs(top) > _SAFE:
+                scores -= top
+        else:
+            scores = self._tempered(logits, drafted)
+            if self._cuts:
+                return self._weigh(scores)
+        masses: Probs = np.exp(scores, out=scores)
+        return masses
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p, float64 [V], summing to 1. Needs temperature > 0."""
-        probs = self.scores(logits, drafted)
-        np.exp(probs, out=probs)
-        probs /= probs.sum()
+        probs = self.masses(logits, drafted)
+        probs /= np.add.reduce(probs)
         return probs
 
+    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
+        """Up to top_k."""
+        scores = self._from_top(logits, drafted)
+        settings = self.settings
+        if settings.temperature != 1.0:
+            scores /= settings.temperature
+        if 0 < settings.top_k < scores.size:
+            edge = np.partition(scores, -settings.top_k)[-settings.top_k]
+            np.putmask(scores, scores < edge, -math.inf)
+        return scores
+
+    def _weigh(self, scores: Probs) -> Probs:
+        """p up to a factor from what ``_tempered`` says."""
+        settings = self.settings
+        weights: Probs = np.exp(scores, out=buffers.empty(scores.size))
+        if settings.top_p < 1.0:
+            weights *= weights >= nucleus_edge(scores, weights, settings.top_p)  # a mask as random as this: no branches
+        if settings.min_p > 0.0:
+            np.putmask(weights, scores < math.log(settings.min_p), 0.0)
+        return weights
+
+    def _from_top(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
+        """After processors 1-4, less the largest. As few calls as can be: after a step of the target each one finds
+        nothing in the cache, and takes ten times as long as in a loop."""
+        if self.looks_at_ids(drafted):
+            scores = self._penalised(logits, drafted)
+            top = float(scores[scores.argmax()])
+            if not math.isfinite(top):
+                raise not_finite()
+            scores -= top
+            return scores
+        scores, top = self._finite(logits)
+        scores -= top
+        return scores
+
+    @staticmethod
+    def _finite(logits: LogitRow) -> tuple[Probs, float]:
+        """The row in float64, and its largest. (In numpy ``max`` is slower to begin than ``argmax``, and so is
+        arithmetic that converts.)"""
+        row = np.asarray(logits)
+        if not math.isfinite(top := float(row[row.argmax()])):
+            raise not_finite()
+        scores = buffers.empty(row.size)
+        scores[:] = row
+        return scores, top
+
     def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
-        scores: Probs = logits.astype(np.float64)
+        scores = buffers.empty(logits.size)
+        scores[:] = logits
         settings = self.settings
         if self.generated + len(drafted) < settings.min_new_tokens:
             scores[self._ends] = -math.inf
@@ -168,6 +219,8 @@ class Sampler:
         head = getattr(logits, "top", None)  # only rows on a device have one
         if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
             return token
+        if logits.size > SHORT and self.chain.is_plain(drafted):
+            return loudest(np.asarray(logits), self.chain.settings.temperature, *self.noise.raw(position, logits.size))
         return int(self.noisy(logits, drafted, position).argmax())
 
     def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
@@ -196,26 +249,12 @@ class Sampler:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
         if self.rule == "coupled":
             scores = self.chain.scores(row.kept, drafted)
-            scores += self.noise.gumbel(start + len(drafted), row.size)[row.ids]
+            scores += self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
             return int(row.ids[scores.argmax()]), None
         law = self.chain.distribution(row.kept, drafted)
         q = np.zeros(row.size)
         q[row.ids] = law
         return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
-
-
-def _keep(scores: Probs, edge: float) -> None:
-    np.putmask(scores, scores < edge, -math.inf)
-
-
-def _keep_nucleus(scores: Probs, top_p: float) -> None:
-    """No full sort: tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together, so the edge of
-    the nucleus lies among the others, which are few."""
-    weights = np.exp(scores)
-    total = float(weights.sum())
-    heavy = np.sort(weights[weights >= (1.0 - top_p) * total / scores.size])[::-1]
-    reached = int(heavy.cumsum().searchsorted(top_p * total))
-    np.putmask(scores, weights < heavy[min(reached, heavy.size - 1)], -math.inf)
 
 
 def draw(law: Probs, uniform: float) -> int:
@@ -224,15 +263,13 @@ def draw(law: Probs, uniform: float) -> int:
     ``law`` need not be normalised. Tokens of weight 0 are never drawn. Summed in blocks: adding up one by one, the
     numbers wait for each other.
     """
-    upto = np.add.reduceat(law, np.arange(0, law.size, _BLOCK)).cumsum()
-    wanted = uniform * upto[-1]
+    if (starts := _starts.get(law.size)) is None:
+        starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
+    upto = np.add.reduceat(law, starts).cumsum()
+    wanted = uniform * float(upto[-1])
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
-    first = block * _BLOCK
-    inside = law[first : first + _BLOCK].cumsum()
-    inside += upto[block - 1] if block else 0.0
-    token = first + int(inside.searchsorted(wanted, side="right"))
-    return token if token < first + inside.size else int(np.flatnonzero(law[: first + _BLOCK])[-1])
-
-
-def _not_finite() -> EngineError:
-    return EngineError("no finite maximum among the logits: NaN or infinity from the engine, or every token banned")
+    first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
+    for token, mass in enumerate(accumulate(law[first : first + _BLOCK].tolist()), first):
+        if before + mass > wanted:
+            return token
+    return int(np.flatnonzero(law[: first + _BLOCK])[-1])

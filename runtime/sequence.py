@@ -54,7 +54,8 @@ class Sequence:
         """
         kept = list(new[: self.room])
         reason: FinishReason | None = None
-        if (end := next((i for i, token in enumerate(kept) if token in self.ends), None)) is not None:
+        if not self.ends.isdisjoint(kept):
+            end = next(i for i, token in enumerate(kept) if token in self.ends)
             kept, reason = kept[: end + 1], "stop"
         if self.stop is not None and (keep := self.stop(kept)) is not None:
             kept, reason = kept[:keep], "stop"

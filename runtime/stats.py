@@ -49,7 +49,8 @@ class Stats:
         draft was a tree, how many of the ``drafted`` could be accepted: then ``tested`` counts depths, too."""
         self.tokens += tokens
         self.shift += shift
-        share = self.by_drafter.setdefault(by, dict.fromkeys(_SHARED, 0))
+        if (share := self.by_drafter.get(by)) is None:
+            share = self.by_drafter[by] = dict.fromkeys(_SHARED, 0)
         share["rounds"] += 1
         share["drafted"] += drafted
         share["tested"] += tested
@@ -58,6 +59,8 @@ class Stats:
         self.drafted += drafted
         self.tested += tested
         self.accepted += accepted
+        if not drafted:
+            return
         for counts, reached in ((self.tested_per_position, tested), (self.accepted_per_position, accepted)):
             counts.extend([0] * ((drafted if depth is None else depth) - len(counts)))
             for position in range(reached):
@@ -136,11 +139,13 @@ class Clock:
         """Give what was spent, in equal parts; the rest of the round is the host's. Returns the seconds of the round
         besides models and verdict."""
         self.lap("host")
-        for stats in shares:
-            for phase, seconds in self._spent.items():
-                stats.seconds[phase] += seconds / len(shares)
-        outside = self._spent["host"]
-        self._spent = dict.fromkeys(PHASES, 0.0)
+        spent = self._spent
+        outside, rows = spent["host"], len(shares)
+        for phase, seconds in spent.items():
+            if seconds:
+                for stats in shares:
+                    stats.seconds[phase] += seconds / rows
+                spent[phase] = 0.0
         return outside
 
     def resume(self) -> None:

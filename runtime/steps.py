@@ -24,6 +24,8 @@ class Stepper:
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
+        if len(pieces) == 1 and (width := len(pieces[0])) >= self.narrowest:
+            return self._forward(pieces, past, width, None)
         widths = [len(piece) for piece in pieces]
         width = max(widths)
         if width == 1:
@@ -91,7 +93,9 @@ class Stepper:
         columns: int | None = None,
     ) -> Logits:
         engine, rows = self.engine, len(pieces)
-        tokens = np.array([[*piece, *[0] * (width - len(piece))] for piece in pieces], np.int64)
+        if rows > 1 or len(pieces[0]) < width:
+            pieces = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
+        tokens = np.array(pieces, np.int64)
         try:
             if (need := max(past) + width) > engine.capacity:
                 engine.reserve(need)

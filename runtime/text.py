@@ -59,19 +59,32 @@ class TextStream:
         self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._stop_at: int | None = None
-        self.text = ""
-        self.ends: list[int] = []
+        self._text = ""
+        self._ends: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """All of it, but for an unfinished character."""
+        self._catch_up()
+        return self._text
+
+    @property
+    def ends(self) -> list[int]:
+        self._catch_up()
+        return self._ends
 
     def push(self, token_ids: Sequence[int]) -> int | None:
         """Take new tokens; how many of them to keep if a stop string was completed (the last kept one completed it).
 
-        Tokens after a stop are not taken.
+        Tokens after a stop are not taken. Without stop strings they become text when somebody asks for it.
         """
+        if not self._stop:
+            self._ids += token_ids
+            return None
         for count, token_id in enumerate(token_ids, start=1):
-            before = len(self.text)
-            self.text += self._decode.step(self._codec.tokenizer, token_id) or ""
+            before = len(self._text)
             self._ids.append(token_id)
-            self.ends.append(len(self.text))
+            self._read(token_id)
             if len(self._ids) > self._min_tokens and self._find_stop(before):
                 return count
         return None
@@ -79,20 +92,30 @@ class TextStream:
     def keep(self, count: int) -> None:
         """Forget all but the first ``count`` tokens: the decoder may have cut the round for a reason of its own."""
         if count < len(self._ids):
-            del self._ids[count:], self.ends[count:]
-            self.text = self.text[: self.ends[-1] if self.ends else 0]
+            del self._ids[count:]
+            if count < len(self._ends):
+                del self._ends[count:]
+                self._text = self._text[: self._ends[-1] if self._ends else 0]
+                self._decode = DecodeStream(ids=self._context + self._ids, skip_special_tokens=True)
             self._stop_at = None  # its last character came with the last token
-            self._decode = DecodeStream(ids=self._context + self._ids, skip_special_tokens=True)
 
     def close(self) -> None:
         """No more tokens: what was held back may be shown, an unfinished character as U+FFFD."""
         whole = self._codec.decode(self._context + self._ids)
         start = len(self._codec.decode(self._context))
         if self._stop_at is None and whole[start:].startswith(self.text):
-            self.text = whole[start:]
-            if self.ends:
-                self.ends[-1] = len(self.text)
+            self._text = whole[start:]
+            if self._ends:
+                self._ends[-1] = len(self._text)
         self._stop = ()
+
+    def _catch_up(self) -> None:
+        for token_id in self._ids[len(self._ends) :]:
+            self._read(token_id)
+
+    def _read(self, token_id: int) -> None:
+        self._text += self._decode.step(self._codec.tokenizer, token_id) or ""
+        self._ends.append(len(self._text))
 
     @property
     def visible(self) -> int:

@@ -9,19 +9,19 @@ round. ``p(i)`` is the target's distribution after the prefix and x_1..x_i, aske
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from . import buffers
 from .sampling import Probs
 
 Uniforms = Sequence[float] | NDArray[np.float64]
 Draw = Callable[[Probs], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Keep the first ``accepted`` drafts, then ``token``. ``tested`` drafts were looked at.
 
     ``distances``: of each of these accepted + 1 tokens, the total variation between the law it was drawn from and the
@@ -79,8 +79,9 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
             break  # and stays 0: no longer prefix can be kept
         row = p(i)
         rest = excess(row, q[i], weight) if i < len(x) else row
-        if uniforms[i - 1] < (block_threshold(weight, float(rest.sum())) if i < len(x) else weight):
-            accepted, law = i, rest if rest.any() else row
+        mass = float(np.add.reduce(rest)) if i < len(x) else 1.0
+        if uniforms[i - 1] < (block_threshold(weight, mass) if i < len(x) else weight):
+            accepted, law = i, rest if mass else row
     return Verdict(accepted, draw(law), min(accepted + 1, len(x)))
 
 
@@ -91,8 +92,12 @@ def block_threshold(weight: float, mass: float) -> float:
 
 def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
     """max(weight p - q, 0), unnormalised."""
-    rest = weight * p
-    rest -= q
+    rest = buffers.empty(p.size)
+    if weight == 1.0:
+        np.subtract(p, q, out=rest)
+    else:
+        np.multiply(p, weight, out=rest)
+        rest -= q
     positive: Probs = np.maximum(rest, 0.0, out=rest)
     return positive
 
@@ -100,11 +105,12 @@ def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
 def residual(p: Probs, q: Probs) -> Probs:
     """max(p - q, 0), unnormalised; p itself where nothing is left (p equals q up to rounding)."""
     rest = excess(p, q)
-    return rest if rest.any() else p
+    return rest if rest[rest.argmax()] else p
 
 
 def without(p: Probs, token: int) -> Probs:
     """p with ``token`` struck out, unnormalised; p itself where nothing is left."""
-    rest = p.copy()
+    rest = buffers.empty(p.size)
+    rest[:] = p
     rest[token] = 0.0
-    return rest if rest.any() else p
+    return rest if rest[rest.argmax()] else p

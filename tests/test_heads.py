@@ -22,9 +22,9 @@ class Headed:
         ids = np.argsort(-self.row, kind="stable")[: self.k]
         return (ids, self.row[ids]) if np.isfinite(self.row).all() else None
 
-    def astype(self, dtype: type) -> np.ndarray:
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
         self.whole += 1
-        return self.row.astype(dtype)
+        return self.row
 
 
 def rows(count: int, vocab: int = 400) -> list[np.ndarray]:

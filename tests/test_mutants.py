@@ -13,7 +13,7 @@ from support_runtime import collect, decode_law, distance, rounded, target_law, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import LeadoutError
-from leadout.runtime import decoder, drafters, judging, noise, sampling, sequence, steps, verify
+from leadout.runtime import buffers, decoder, drafters, judging, noise, sampling, sequence, steps, verify
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 
@@ -52,6 +52,7 @@ REQUESTS = [
     ([4] * 30, {"max_new_tokens": 33, "draft_length": 1}),
     ([5, 6], {"max_new_tokens": 11, "draft_length": 6, "repetition_penalty": 1.5, "frequency_penalty": 0.4}),
     ([3, 1, 3], {"max_new_tokens": 30, "draft_length": 4, "min_new_tokens": 14}),
+    ([3, 1, 3], {"max_new_tokens": 30, "draft_length": 4, "min_new_tokens": 14, "frequency_penalty": 0.1}),
     ([7, 8, 9, 1], {"max_new_tokens": 30, "draft_length": 5, "temperature": 1.0, "seed": 3, "min_new_tokens": 9}),
 ]
 
@@ -111,8 +112,34 @@ def noise_is_a_function_of_its_key(monkeypatch):
     one = noise.Noise(1)
     first = one.uniforms(5, noise.Purpose.DRAFT, 4)
     one.uniforms(9, noise.Purpose.DRAFT, 3)
-    assert (one.uniforms(5, noise.Purpose.DRAFT, 4) == first).all()
-    assert not (noise.Noise(2).uniforms(5, noise.Purpose.DRAFT, 4) == first).any()
+    assert one.uniforms(5, noise.Purpose.DRAFT, 4) == first
+    assert not {*noise.Noise(2).uniforms(5, noise.Purpose.DRAFT, 4)} & {*first}
+    gumbels = noise.Noise(1).gumbel(5, 6)
+    one.gumbel(9, 3)
+    assert (one.gumbel(5, 6) == gumbels).all()
+
+
+def noise_is_philox(monkeypatch):
+    """The same numbers as numpy's generator, through either way."""
+    for seed, stream in ((0, 0), (7, 2), (2**64 - 1, 2**64 - 1)):
+        state = np.random.Philox(key=seed | stream << 64, counter=[0, 11, int(noise.Purpose.GUMBEL), 0])
+        expected = np.random.Generator(state).random(37).tolist()
+        ours = noise.Noise(seed, stream)
+        assert ours.uniforms(11, noise.Purpose.GUMBEL, 37) == expected == ours.raw(11, 37)[0].tolist()
+
+
+def memory_has_one_owner(monkeypatch):
+    """An array keeps its memory for as long as a view of it lives."""
+    size = 20_011  # of nobody else: the mutant leaves memory that is in the stock twice
+    del monkeypatch
+    first = [buffers.empty(size) for _ in range(3)]
+    view = first.pop()[5:9]
+    view[:] = 7.0
+    first.clear()
+    again = [buffers.empty(size) for _ in range(4)]
+    for number, array in enumerate(again):
+        array[:] = number
+    assert (view == 7.0).all() and [array[0] for array in again] == [0, 1, 2, 3]
 
 
 def a_sequence_cuts(monkeypatch):
@@ -144,6 +171,8 @@ def an_end_comes_as_soon_as_it_may(monkeypatch):
 CHECKS = [
     an_end_comes_as_soon_as_it_may,
     noise_is_a_function_of_its_key,
+    noise_is_philox,
+    memory_has_one_owner,
     a_sequence_cuts,
     acceptance_is_counted_right,
     coupled_accepts,
@@ -319,12 +348,23 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "min_new_tokens off by one where nothing else changes logits",
+        sampling.Chain,
+        "looks_at_ids",
+        "< self.settings.min_new_tokens",
+        "< self.settings.min_new_tokens - 1",
+    ),
+    Mutant(
         "noise depends on what was asked before",
         noise.Noise,
-        "uniforms",
+        "_many",
         "self._philox.state = self._state",
         "pass",
     ),
+    Mutant("a round of the generator is lost", noise.Noise, "_block", "in self._keys", "in self._keys[:9]"),
+    Mutant("coins come again after four", noise.Noise, "uniforms", "self._block(place,", "self._block(1,"),
+    Mutant("memory is lent twice", buffers, "empty", "_stock[size].pop()", "_stock[size][-1]"),
+    Mutant("the last row is another's", judging, "judge", "logits[i], x[:i]", "logits[max(i - 1, 0)], x[:i]"),
 ]
 
 

@@ -1,0 +1,94 @@
+"""Shortcuts of long rows give to the bit what the whole row gives, in memory that is used again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from leadout.errors import EngineError
+from leadout.runtime import buffers, nucleus
+from leadout.runtime.heads import loudest
+from leadout.runtime.noise import Noise
+from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.settings import Settings
+
+VOCAB = 20_000
+
+
+def row(spread: float, seed: int = 0) -> np.ndarray:
+    return (spread * np.random.default_rng(seed).normal(size=VOCAB)).astype(np.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 1.7])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 30.0])
+def test_the_loudest_of_few_is_the_loudest_of_all(spread: float, temperature: float) -> None:
+    settings = Settings(temperature=temperature, seed=3, rule="coupled")
+    sampler = Sampler("coupled", Chain(settings, VOCAB, [1], ()), Noise(3))
+    for position in range(25):
+        logits = row(spread, position) + np.float32(50 * (position % 3 - 1))
+        logits[:: 1 + position % 4] = -np.inf if position % 2 else logits[0]
+        if np.isfinite(logits.max()):
+            assert sampler.choose(logits, [], position) == int(sampler.noisy(logits, [], position).argmax())
+
+
+def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
+    logits, uniforms = np.zeros(VOCAB, np.float32), np.full(VOCAB, 0.5)
+    assert loudest(logits, 1.0, uniforms, 0) == 0
+    uniforms[:7] = 0.0
+    assert loudest(logits, 1.0, uniforms, 9) == 7
+    logits[3] = 100.0
+    assert loudest(logits, 1.0, uniforms, 9) == 7, "no logit is heard above silence"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_long_rows_that_are_no_numbers_are_an_engine_error(bad: float) -> None:
+    logits = row(1.0)
+    logits[77] = bad
+    for rule, options in (("coupled", {}), ("rejection", {"top_p": 0.9})):
+        sampler = Sampler(rule, Chain(Settings(temperature=1.0, **options), VOCAB, [], ()), Noise(0))  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match="NaN"):
+            sampler.chain.distribution(logits) if rule == "rejection" else sampler.choose(logits, [], 0)
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
+def test_the_nucleus_of_a_flat_row_is_exact(spread: float, top_p: float) -> None:
+    logits = row(spread)
+    probs = Chain(Settings(temperature=1.0), VOCAB, [], ()).distribution(logits)
+    kept = Chain(Settings(temperature=1.0, top_p=top_p), VOCAB, [], ()).distribution(logits) > 0
+    least, tight = probs[kept].min(), 1e-12
+    assert probs[kept].sum() >= top_p - tight
+    assert probs[kept].sum() - least * (probs == least).sum() < top_p + tight
+    assert kept.all() or probs[~kept].max() < least
+
+
+def test_a_binned_nucleus_is_the_sorted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spread in (0.5, 3.0, 12.0):
+        scores = row(spread).astype(np.float64)
+        scores -= scores.max()
+        weights = np.exp(scores)
+        for top_p in (0.05, 0.5, 0.95):
+            with monkeypatch.context() as patch:
+                patch.setattr(nucleus, "_FEW", 0)
+                binned = nucleus.nucleus_edge(scores, weights, top_p)
+                patch.setattr(nucleus, "_FEW", VOCAB)
+                assert binned == nucleus.nucleus_edge(scores, weights, top_p)
+
+
+def test_rows_of_one_round_keep_their_numbers() -> None:
+    """Laws that are alive at once share no memory; those that are gone leave theirs to the next."""
+    chain = Chain(Settings(temperature=0.7), VOCAB, [], ())
+    laws = [chain.distribution(row(1.0, seed)) for seed in range(3)]
+    for seed, law in enumerate(laws):
+        assert np.array_equal(law, Chain(Settings(temperature=0.7), VOCAB, [], ()).distribution(row(1.0, seed)))
+    del law
+    places = {law.ctypes.data for law in laws}
+    laws.clear()
+    assert len(places) == 3 and buffers.empty(VOCAB).ctypes.data in places
+
+
+def test_masses_are_the_law_up_to_a_factor() -> None:
+    for options in ({}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}):
+        chain = Chain(Settings(temperature=0.9, **options), VOCAB, [], ())  # type: ignore[arg-type]
+        masses = chain.masses(row(2.0))
+        assert np.array_equal(masses / masses.sum(), chain.distribution(row(2.0)))

@@ -1,0 +1,62 @@
+"""Mutants of the shortcuts that long rows take: each must be found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_long_rows as whole
+from test_mutants import Mutant, must_die
+
+from leadout.runtime import nucleus, sampling
+from leadout.runtime.sampling import Chain
+from leadout.runtime.settings import Settings
+
+
+def noise_lifts_the_same(monkeypatch):
+    for spread, temperature in ((1.0, 0.2), (1.0, 1.7), (4.0, 1.0)):
+        try:
+            whole.test_the_loudest_of_few_is_the_loudest_of_all(spread, temperature)
+        except ValueError:  # of an array without numbers
+            raise AssertionError("no token is left") from None
+
+
+def the_nucleus_is_the_same(monkeypatch):
+    whole.test_a_binned_nucleus_is_the_sorted_one(monkeypatch)
+    for spread, top_p in ((1.0, 0.3), (10.0, 0.9)):
+        whole.test_the_nucleus_of_a_flat_row_is_exact(spread, top_p)
+
+
+def large_logits_are_a_law(monkeypatch):
+    logits = whole.row(3.0)
+    chain = Chain(Settings(temperature=1.0), whole.VOCAB, [], ())
+    for shift in (-900.0, 250.0, 900.0):
+        law = chain.distribution((logits + np.float32(shift)).astype(np.float32))
+        assert abs(law.sum() - 1.0) < 1e-12
+        np.testing.assert_allclose(law, chain.distribution(logits), rtol=1e-3)
+
+
+CHECKS = [noise_lifts_the_same, the_nucleus_is_the_same, large_logits_are_a_law]
+
+MUTANTS = [
+    Mutant("a bound without the temperature", sampling, "loudest", "temperature * (reach", "(reach"),
+    Mutant("noise that would do is passed over", sampling, "loudest", "math.exp(-reach)", "math.exp(-reach - 1.0)"),
+    Mutant("logits that would do are passed over", sampling, "loudest", "lowest - _SLACK", "lowest + 3.0 - _SLACK"),
+    Mutant("the last among the few", sampling, "loudest", "lifted(ids).argmax()", "uniforms[ids].argmax()"),
+    Mutant(
+        "the mass of heavier bins is lost", nucleus, "nucleus_edge", "float(masses[place - 1]) if place", "0.0 if 1"
+    ),
+    Mutant("lightest first", nucleus, "_edge", "[::-1]", ""),
+    Mutant("one bin too far", nucleus, "nucleus_edge", "places == place]", "places == place + 1]"),
+    Mutant("an exponential too large", sampling.Chain, "masses", "abs(top) > _SAFE", "abs(top) > 1e9"),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_healthy_code_passes(check, monkeypatch):
+    check(monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    must_die(mutant, CHECKS, monkeypatch)
