@@ -133,8 +133,9 @@ class SlotEngine:
             row: LogitRow = self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), last)[0, 0]
             return row
         step = self._step(1, width, 1, 0)
-        step.tokens[0], step.past_lens[0], step.logit_index[0, 0] = tokens, past_len, width - 1
-        np.add(past_len, step.offsets, out=step.positions[0])
+        step.past_lens[0], step.logit_index[0, 0] = past_len, width - 1
+        for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
+            step.tokens[0, i], step.positions[0, i] = token, past_len + i
         try:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
