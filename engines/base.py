@@ -132,7 +132,9 @@ class RowEngine(Engine, Protocol):
     draft's step takes hardly longer than what stands around ``forward``."""
 
     def last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
-        """``forward`` for S new tokens of row 0: the logits [vocab_size] after the last of them, the same bits.
+        """``forward`` for S new tokens of row 0: float32 logits [vocab_size] after the last of them, the same bits.
+
+        tokens: S ids, S >= 1; past_len: slots of the row that count. The row is valid until the next call.
 
         Raises EngineError as ``forward`` does.
         """

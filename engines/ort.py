@@ -129,10 +129,10 @@ class SlotEngine:
         """See RowEngine.last_row. The step is one that ``forward`` may take, too."""
         width = len(tokens)
         if self._provider != "cpu" or past_len + width > min(self._capacity, self._spec.max_context):
-            last = np.full((1, 1), width - 1, np.int64)
+            last = None if width == 1 else np.full((1, 1), width - 1, np.int64)
             row: LogitRow = self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), last)[0, 0]
             return row
-        step = self._step(1, width, 1, 0)
+        step = self._step(1, width, None if width == 1 else 1, 0)
         step.past_lens[0], step.logit_index[0, 0] = past_len, width - 1
         for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
             step.tokens[0, i], step.positions[0, i] = token, past_len + i
