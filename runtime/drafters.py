@@ -144,7 +144,8 @@ class ModelDrafter:
         """Make ``draft``, which this began after the very text of ``row``, the only one, ``length`` long if it is
         shorter; shorter where ``watch`` says so. (That never saw what it began with: a resumed draft has no classes.)
 
-        A small draft's step takes little longer than what stands around it: nothing here is done for many rows."""
+        What stands around it is a good part of a small draft's step: nothing here is done for many rows.
+        """
         tokens, kept = draft.tokens, len(draft.tokens)
         pending: Items[int] = self._unfed(0, row, tokens) if kept < length else []
         self._begin([row], len(pending))
