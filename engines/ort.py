@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, UsageError
-from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
+from .base import EVEN, ONE_ROW, LogitRow, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
@@ -129,6 +129,25 @@ class SlotEngine:
             step.logit_index[...] = logit_index
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
+    def last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
+        """See RowEngine.last_row. The step is one that ``forward`` may take, too."""
+        width = len(tokens)
+        if self._provider != "cpu" or past_len + width > min(self._capacity, self._spec.max_context):
+            last = None if width == 1 else np.full((1, 1), width - 1, np.int64)
+            row: LogitRow = self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), last)[0, 0]
+            return row
+        step = self._step(1, width, None if width == 1 else 1, 0)
+        step.past_lens[0], step.logit_index[0, 0] = past_len, width - 1
+        for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
+            step.tokens[0, i], step.positions[0, i] = token, past_len + i
+        try:
+            step.run()
+        except Exception as error:  # onnxruntime's own exceptions share no base class below this
+            raise self._failed(error) from None
+        assert step.logits is not None
+        only: LogitRow = step.logits[0, 0]
+        return only
+
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         """See TreeEngine.forward_tree."""
         rows, width = tokens.shape
@@ -166,13 +185,16 @@ class SlotEngine:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             if not step.recorded:
-                raise EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}") from None
+                raise self._failed(error) from None
             self.graphs, self.graph_error = False, first_line(error)
             return again()
         if step.logits is not None:
             return step.logits
         assert self._device_logits is not None
         return self._device_logits.logits(*step.logit_index.shape)
+
+    def _failed(self, error: BaseException) -> EngineError:
+        return EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}")
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""

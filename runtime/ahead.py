@@ -101,8 +101,10 @@ class AheadDrafter:
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         began = perf_counter()
-        drafts = self._settle(rows, lengths)
-        self._model.resume(rows, lengths, drafts, watch)
+        if len(rows) == 1:
+            drafts = [self._model.resume(rows[0], lengths[0], self._settle(lengths[0]), watch)]
+        else:
+            drafts = self._model.propose(rows, lengths, watch)
         self.lag, self.steps = self._model.lag, self._model.steps
         self._seconds = perf_counter() - began
         return drafts
@@ -170,21 +172,22 @@ class AheadDrafter:
         for length in range(1, longest + 1):
             if self._stop.is_set() or len(run.draft.tokens) < length - 1:
                 return
-            self._model.resume([supposed], [length], [run.draft])
+            self._model.resume(supposed, length, run.draft)
 
-    def _settle(self, rows: Items[Row], lengths: Items[int]) -> list[Draft]:
-        """What there is of each row's draft, once it is known what was committed: nothing, or what was made ahead."""
+    def _settle(self, length: int) -> Draft:
+        """What there is of the only row's draft, once it is known what was committed: nothing, or what was made
+        ahead."""
         run, self._run = self._run, None
         if run is None:
-            return [Draft() for _ in rows]
+            return Draft()
         committed = run.row.sequence.tokens[run.start :]
         if committed != run.supposed:
             same = agreement(committed, [*run.supposed, *run.draft.tokens])
             self._model.keep(0, min(run.start + same, run.row.sequence.cached))
-            return [Draft()]
+            return Draft()
         self.kept += bool(run.draft.tokens)
-        length, q = lengths[0], run.draft.q
-        return [Draft(run.draft.tokens[:length], q and q[:length])]
+        q = run.draft.q
+        return Draft(run.draft.tokens[:length], q and q[:length])
 
 
 class Foresight(Sampler):

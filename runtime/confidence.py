@@ -25,7 +25,9 @@ def sureness(logits: LogitRow, token: int) -> int | None:
     where the logits are still on a device: to fetch them costs more than it says."""
     if not isinstance(logits, np.ndarray):
         return None
-    return bisect(_EDGES, 1.0 / float(np.exp(logits - logits[token]).sum()))
+    weights = logits - logits[token]
+    np.exp(weights, out=weights)
+    return bisect(_EDGES, 1.0 / float(np.add.reduce(weights)))
 
 
 class Watch:

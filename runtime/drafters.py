@@ -120,36 +120,48 @@ class ModelDrafter:
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
-        return self.resume(rows, lengths, [Draft() for _ in rows], watch)
-
-    def resume(
-        self, rows: Items[Row], lengths: Items[int], drafts: list[Draft], watch: Watch | None = None
-    ) -> list[Draft]:
-        """Make drafts[b], which this began after row b's very text, lengths[b] long if it is shorter; shorter where
-        ``watch`` says so. (That never saw what a draft began with: a resumed one has no classes.)"""
-        self._base, self.steps = [row.sequence.length for row in rows], 0
-        fresh = [not draft.tokens for draft in drafts]
-        each = list(zip(rows, drafts, lengths, strict=True))
+        if len(rows) == 1:
+            return [self.resume(rows[0], lengths[0], Draft(), watch)]
+        drafts = [Draft() for _ in rows]
         pending = [
-            self._unfed(b, row, draft) if len(draft.tokens) < n else [] for b, (row, draft, n) in enumerate(each)
+            self._unfed(b, row, []) if n > 0 else [] for b, (row, n) in enumerate(zip(rows, lengths, strict=True))
         ]
-        self.lag = max(map(len, pending), default=0)
-        longest = max((len(draft.tokens) for draft in drafts), default=0)
-        if watch is not None:
-            for place, draft in enumerate(drafts):
-                watch.missed(place, len(draft.tokens))
-        while any(pending) and (watch is None or not longest or watch.more(longest)):
+        self._begin(rows, max(map(len, pending), default=0))
+        while any(pending) and (watch is None or not self.steps or watch.more(self.steps)):
             logits = self._feed(pending)
-            for place, (row, draft, n) in enumerate(each):
+            self.steps += 1
+            for place, (row, draft, n) in enumerate(zip(rows, drafts, lengths, strict=True)):
                 chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
                 if chosen and watch is not None:
                     watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
                 pending[place] = draft.tokens[-1:] if chosen and len(draft.tokens) < n else []
-            self.steps, longest = self.steps + 1, max(len(draft.tokens) for draft in drafts)
         if watch is not None:
-            for draft, new, classes in zip(drafts, fresh, watch.classes, strict=True):
-                draft.classes = classes if new else []
+            for draft, classes in zip(drafts, watch.classes, strict=True):
+                draft.classes = classes
         return drafts
+
+    def resume(self, row: Row, length: int, draft: Draft, watch: Watch | None = None) -> Draft:
+        """Make ``draft``, which this began after the very text of ``row``, the only one, ``length`` long if it is
+        shorter; shorter where ``watch`` says so. (That never saw what it began with: a resumed draft has no classes.)
+
+        What stands around it is a good part of a small draft's step: nothing here is done for many rows.
+        """
+        tokens, kept = draft.tokens, len(draft.tokens)
+        pending: Items[int] = self._unfed(0, row, tokens) if kept < length else []
+        self._begin([row], len(pending))
+        if watch is not None:
+            watch.missed(0, kept)
+        while pending and (watch is None or not tokens or watch.more(len(tokens))):
+            logits = self._stepper.last_row(self._vocabulary.tokens(pending), self._valid[0])
+            self._valid[0] += len(pending)
+            self.steps += 1
+            chosen = self._choose(row, draft, logits)
+            if chosen and watch is not None:
+                watch.saw(0, logits, self._vocabulary.column(tokens[-1]))
+            pending = tokens[-1:] if chosen and len(tokens) < length else []
+        if watch is not None and not kept:
+            draft.classes = watch.classes[0]
+        return draft
 
     def keep(self, place: int, length: int) -> None:
         """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
@@ -162,10 +174,13 @@ class ModelDrafter:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination] = self._valid[source]
 
-    def _unfed(self, place: int, row: Row, draft: Draft) -> list[int]:
+    def _begin(self, rows: Items[Row], lag: int) -> None:
+        self._base, self.lag, self.steps = [row.sequence.length for row in rows], lag, 0
+
+    def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:
         """What the cache lacks of the row's text and draft."""
         valid, length = self._valid[place], row.sequence.length
-        return [*row.sequence.tokens[valid:], *draft.tokens[max(0, valid - length) :]]
+        return [*row.sequence.tokens[valid:], *drafted[max(0, valid - length) :]]
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]

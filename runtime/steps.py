@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, Logits, Sight, Tokens, TreeEngine
+from ..engines.base import Engine, LogitRow, Logits, RowEngine, Sight, Tokens, TreeEngine
 from ..errors import EngineError, LeadoutError
 
 _FIRST = np.zeros((1, 1), np.int64)
+_SHORT = 2
 
 
 class Stepper:
@@ -21,6 +22,10 @@ class Stepper:
 
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
+        # asked of the class: what wraps an engine and passes all else on would be left out
+        self._last_row = (
+            engine.last_row if hasattr(type(engine), "last_row") and isinstance(engine, RowEngine) else None
+        )
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
@@ -51,6 +56,20 @@ class Stepper:
             longest = max(len(piece) for piece in pieces)
         index = np.array([[max(len(piece) - 1, 0)] for piece in pieces], np.int64)
         logits: Logits = self._forward(pieces, past, longest, index)[:, 0]
+        return logits
+
+    def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
+        """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
+        step, engine = self._last_row, self.engine
+        if step is None or not self.narrowest <= len(piece) <= _SHORT or past + len(piece) > engine.capacity:
+            only: LogitRow = self.last_logits([piece], [past])[0]
+            return only
+        try:
+            logits = step(piece, past)
+        except LeadoutError:
+            raise
+        except Exception as error:
+            raise self._failure(1, len(piece), error) from error
         return logits
 
     def tree_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int], sees: Sight) -> Logits:
@@ -103,8 +122,11 @@ class Stepper:
         except LeadoutError:
             raise
         except Exception as error:
-            raise EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}") from error
+            raise self._failure(rows, width, error) from error
         expected = (rows, columns or width, engine.spec.vocab_size)
         if logits.shape != expected:
             raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
         return logits
+
+    def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
+        return EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}")

@@ -107,16 +107,16 @@ MUTANTS = [
     Mutant("q of another token", A, "_settle", "q and q[:length]", "q and [q[0]] * length"),
     Mutant("faults are swallowed", A, "_end", "work.exception()", "work.exception() and None"),
     Mutant("the worker is not waited for", A, "_end", "work.exception()", "None"),
-    Mutant("kept tokens are charged", drafters.ModelDrafter, "resume", "self.steps + 1", "longest + 1"),
-    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*draft.tokens[max(0, valid - length) :]", ""),
+    Mutant(
+        "kept tokens are charged", drafters.ModelDrafter, "resume", "self.steps += 1", "self.steps = len(tokens) + 1"
+    ),
+    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*drafted[max(0, valid - length) :]", ""),
     Mutant("the slower way is taken", ahead.Worth, "_decide", "with_it < without", "with_it > without"),
     Mutant("slow first calls decide", ahead.Worth, "_decide", "[:-_OUTLIERS]", ""),
     Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.measured())", "self._costs"),
-    Mutant("drafts nobody watched have classes", drafters.ModelDrafter, "resume", "classes if new else []", "classes"),
-    Mutant("a resumed draft grows unasked", drafters.ModelDrafter, "resume", "not longest or", "not self.steps or"),
-    Mutant(
-        "kept drafts are certain", drafters.ModelDrafter, "resume", "watch.missed(place, len(draft.tokens))", "pass"
-    ),
+    Mutant("drafts nobody watched have classes", drafters.ModelDrafter, "resume", "and not kept", ""),
+    Mutant("a resumed draft grows unasked", drafters.ModelDrafter, "resume", "not tokens or", "not self.steps or"),
+    Mutant("kept drafts are certain", drafters.ModelDrafter, "resume", "watch.missed(0, kept)", "pass"),
     Mutant("all contexts cost alike", ahead.Worth, "_price", "context_bucket(past)", "0"),
 ]
 
