@@ -167,7 +167,11 @@ LOSSY_MUTANTS = [
     Mutant("greedy: foreign tokens are not counted", lossy, "lenient_greedy", "float(drafted != best(i))", "0.0"),
     Mutant("greedy: leniency ignored", lossy, "lenient_greedy", "< leniency", "< 1.0"),
     Mutant(
-        "p / max p has a temperature", sampling.Chain, "weights", "np.exp(scores - top)", "np.exp(9 * (scores - top))"
+        "p / max p has a temperature",
+        sampling.Chain,
+        "weights",
+        "np.exp(scores, out=scores)",
+        "np.exp(9 * scores, out=scores)",
     ),
 ]
 
