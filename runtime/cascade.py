@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ..engines.base import Logits
+from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
 from .policy import AutoLength, Pace, worth
@@ -49,13 +50,14 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class Commons:
-    """What the free drafters of all rows and requests share: texts, successors, how good their guesses were, and
-    whether asking pays."""
+    """What the free drafters of all rows and requests share: texts, successors, how good their guesses were, whether
+    asking pays, and how good the draft model was beside them."""
 
     pool: SuffixPool = field(default_factory=SuffixPool)
     successors: Successors = field(default_factory=Successors)
     records: dict[str, Calibration] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
+    easiness: Easiness = field(default_factory=Easiness)
 
     def drafters(self, kind: str, family: Family | None = None) -> list[Calibrated]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
@@ -81,8 +83,9 @@ class Cascade:
     Free drafters guess and are scored every round, also while another proposes, unless that does not pay (``Vigil``):
     the committed text says how many of their tokens would have been accepted. Each is worth its expected tokens, 1 +
     the sum of its survivals, over the seconds of the step that verifies them; the draft model is worth what its policy
-    expects. Guesses and choice come from past rounds alone, never from what the draft model is about to propose: so
-    every rule stays exact.
+    expects where free drafters promise as much (``Easiness``), and alone it drafts the length that is best there.
+    Guesses and choice come from past rounds alone, never from what the draft model is about to propose: so every rule
+    stays exact.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Cascade:
         self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
         self._plan = Plan()
         self._otherwise = self._saved = self._spent = 0.0
+        self._promised = 1.0  # tokens, by the best guess of this round
 
     def take(self, tokens: Sequence[int]) -> None:
         """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
@@ -138,6 +142,8 @@ class Cascade:
             for each in self._drafters:
                 each.look(tokens, longest, floor)
             self._plan, speed = self._best_guess(rows, whole=wanted is not None)
+            if length and promised != math.inf and self._fixed is None:
+                length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
             self._spent = perf_counter() - started
         self._otherwise, self._saved = promised if length else 0.0, 0.0
         if length and (promised > speed or not self._plan.tokens):
@@ -154,6 +160,8 @@ class Cascade:
         started = perf_counter()
         for each in self._drafters:
             each.score(new)
+        if self._plan.by == "model":
+            self._commons.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
         if self._kind in _RECYCLING:
             self._commons.successors.record_round(fed, new, logits)
         if self._settles:
@@ -198,9 +206,10 @@ class Cascade:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
         seconds = self._pace.seconds_without_draft(rows)
-        plan, best = Plan(), 0.0 if whole else 1.0 / seconds[0]
+        plan, best, self._promised = Plan(), 0.0 if whole else 1.0 / seconds[0], 1.0
         for each in self._drafters:
             expected = list(accumulate(each.guess.survivals, initial=1.0))
+            self._promised = max(self._promised, expected[-1])
             for length, tokens in enumerate(expected[1:], start=1):
                 speed = tokens / seconds[length]
                 if speed > best and (not whole or length == len(each.guess.tokens)):
@@ -217,3 +226,14 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, rows)
         return allotted, math.inf if self._pace.explores else self._model.speed(allotted, rows)
+
+    def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
+        """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
+        assert self._model is not None
+        factors, seconds = self._commons.easiness.factors(self._promised), self._pace.seconds(rows)
+        if rows > 1:
+            return allotted, factors[allotted] * self._model.speed(allotted, rows)
+        tokens = self._model.tokens[: limit + 1]
+        speeds = [mean * factor / took for mean, factor, took in zip(tokens, factors, seconds, strict=False)]
+        best = max(range(1, len(speeds)), key=speeds.__getitem__, default=0)
+        return best, speeds[best]
