@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
 from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
-from .free import Calibrated, Calibration, FreeDrafter, NgramDrafter
+from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter
 from .policy import AutoLength, Pace, worth
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
@@ -58,6 +57,7 @@ class Commons:
     records: dict[str, Calibration] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
     easiness: Easiness = field(default_factory=Easiness)
+    discount: Discount = field(default_factory=Discount)
 
     def drafters(self, kind: str, family: Family | None = None) -> list[Calibrated]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
@@ -107,6 +107,8 @@ class Cascade:
         self._plan = Plan()
         self._otherwise = self._saved = self._spent = 0.0
         self._promised = 1.0  # tokens, by the best guess of this round
+        self._discount = Discount(commons.discount)
+        self._best: tuple[Sequence[int], Sequence[float]] = (), ()  # that guess where it pays: tokens and survivals
 
     def take(self, tokens: Sequence[int]) -> None:
         """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
@@ -160,6 +162,7 @@ class Cascade:
         started = perf_counter()
         for each in self._drafters:
             each.score(new)
+        self._settle_promises(new)
         if self._plan.by == "model":
             self._commons.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
         if self._kind in _RECYCLING:
@@ -178,6 +181,17 @@ class Cascade:
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
         gained = worth(tokens * otherwise + rows - 1, rows) - rows
         return gained * plain / rows - longer / (rows - drafts.count(0))
+
+    def _settle_promises(self, new: Sequence[int]) -> None:
+        """What became of the best guess, proposed or not, as far as the text went along with it."""
+        promised, hits, survival = [], 0, 1.0
+        for guessed, reached, token in zip(*self._best, new, strict=False):
+            promised.append(reached / survival)
+            if guessed != token:
+                break
+            hits, survival = hits + 1, reached
+        for each in (self._discount, self._commons.discount):
+            each.record(promised, hits)
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Tell what was written while they slept."""
@@ -205,16 +219,20 @@ class Cascade:
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
-        seconds = self._pace.seconds_without_draft(rows)
-        plan, best, self._promised = Plan(), 0.0 if whole else 1.0 / seconds[0], 1.0
+        seconds, factor = self._pace.seconds_without_draft(rows), self._discount.factor
+        plan, best, self._promised, self._best = Plan(), 0.0 if whole else 1.0 / seconds[0], 1.0, ((), ())
         for each in self._drafters:
-            expected = list(accumulate(each.guess.survivals, initial=1.0))
+            guess, expected, power, wins = each.guess, [1.0], 1.0, 0
+            for length, survival in enumerate(guess.survivals, start=1):
+                power *= factor
+                expected.append(expected[-1] + power * survival)
+                speed = expected[-1] / seconds[length]
+                if speed > best and (not whole or length == len(guess.tokens)):
+                    wins, best = length, speed
             self._promised = max(self._promised, expected[-1])
-            for length, tokens in enumerate(expected[1:], start=1):
-                speed = tokens / seconds[length]
-                if speed > best and (not whole or length == len(each.guess.tokens)):
-                    cuttable = () if whole else expected
-                    plan, best = Plan(each.drafter.name, each.guess.tokens[:length], expected=cuttable), speed
+            if wins:
+                plan = Plan(each.drafter.name, guess.tokens[:wins], expected=() if whole else expected)
+                self._best = plan.tokens, guess.survivals
         return plan, best
 
     def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:

@@ -12,6 +12,7 @@ Step = tuple[int, int]  # a guessed token and the class of the evidence for it
 
 _PRIOR_WEIGHT = 8.0  # guesses' worth of belief in the prior
 _DECAY, _ROW_DECAY = 0.998, 0.98  # per guess of a class: about the last 1000 count, and the last 100 of a row
+_LASTING_DISCOUNT, _ROW_DISCOUNT, _PROMISES = 0.995, 0.95, 8.0  # per round; promised hits' worth of belief
 
 
 class FreeDrafter(Protocol):
@@ -48,6 +49,28 @@ class Calibration:
         self._tested[evidence] = self._decay * self._tested[evidence] + 1.0
         right_ones = self._right[evidence] + _PRIOR_WEIGHT * self._prior[evidence]
         self.rates[evidence] = right_ones / (self._tested[evidence] + _PRIOR_WEIGHT)
+
+
+class Discount:
+    """How far the promises of the best guesses hold: hits among their tokens, at positions that were reached, over
+    hits that were promised there. The best of several estimates is on average too high (the winner's curse), the
+    more so the less there is to guess; shrunk to ``before``, older rounds count less."""
+
+    def __init__(self, before: Discount | None = None) -> None:
+        self._decay = _LASTING_DISCOUNT if before is None else _ROW_DISCOUNT
+        self._before = 1.0 if before is None else before.factor
+        self._hits = self._promised = 0.0
+
+    @property
+    def factor(self) -> float:
+        """What to multiply the promised chance of each token with."""
+        return (_PROMISES * self._before + self._hits) / (_PROMISES + self._promised)
+
+    def record(self, promised: Sequence[float], hits: int) -> None:
+        """A round's best guess: the chance promised for each token that was reached, and how many were right. Without
+        a guess, a round goes by."""
+        self._hits = self._decay * self._hits + hits
+        self._promised = self._decay * self._promised + sum(promised)
 
 
 @dataclass(slots=True)
