@@ -1,0 +1,84 @@
+"""What the best guesses of earlier rounds say about the promises of the next one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_cascade import cascade, choose
+from test_mutants import Mutant, must_die
+
+from leadout.runtime.cascade import Cascade
+from leadout.runtime.free import Discount
+
+
+def test_promises_that_hold_are_not_discounted_and_others_are():
+    kept, broken = Discount(), Discount()
+    for _ in range(300):
+        kept.record([0.5, 0.5], 1)
+        broken.record([0.5, 0.5], 0)
+    assert kept.factor == pytest.approx(1.0) and broken.factor < 0.1
+
+
+def test_a_row_begins_with_what_all_rows_showed_and_learns_faster():
+    shared = Discount()
+    for _ in range(300):
+        shared.record([0.5, 0.5], 0)
+    row = Discount(shared)
+    assert row.factor == pytest.approx(shared.factor)
+    for _ in range(30):
+        row.record([0.5], 1)
+        shared.record([0.5], 1)
+    assert row.factor > 2 * shared.factor
+
+
+def test_rounds_without_a_guess_bring_the_belief_back():
+    discount = Discount()
+    for _ in range(50):
+        discount.record([0.9], 0)
+    before = discount.factor
+    for _ in range(2000):
+        discount.record([], 0)
+    assert before < 0.4 and discount.factor == pytest.approx(1.0, abs=0.01)
+
+
+def told(new, rate=0.9):
+    """A cascade whose one drafter guesses 7, 8, 9, 10, after a round that wrote ``new``."""
+    chooser, _ = cascade([7, 8, 9, 10], rate=rate)
+    fed = [1, *choose(chooser, 4, 0).tokens]
+    chooser.observe(fed, new, np.zeros((9, 12)), [len(fed) - 1])
+    return chooser
+
+
+def test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached():
+    for new, hits, reached in (([7, 8, 5], 2, 3), ([5], 0, 1), ([7, 8], 2, 2), ([7, 8, 9, 10, 5], 4, 4)):
+        for discount in (told(new)._discount, told(new)._commons.discount):
+            assert (discount._hits, discount._promised) == (hits, pytest.approx(0.9 * reached))
+
+
+def test_less_is_proposed_of_what_was_never_kept():
+    chooser, _ = cascade([7, 8, 9, 10], rate=0.9)
+    assert len(choose(chooser, 4, 0).tokens) == 4
+    for _ in range(100):
+        chooser._discount.record([0.9], 0)
+    plan = choose(chooser, 4, 0)
+    assert len(plan.tokens) < 4 and plan.expected[-1] < 1.5
+
+
+CHECKS = (
+    test_promises_that_hold_are_not_discounted_and_others_are,
+    test_a_row_begins_with_what_all_rows_showed_and_learns_faster,
+    test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached,
+    test_less_is_proposed_of_what_was_never_kept,
+)
+MUTANTS = (
+    Mutant("the other way round", Discount, "factor", "+ self._hits", "+ self._promised"),
+    Mutant("a row knows nothing of others", Discount, "__init__", "before.factor", "1.0"),
+    Mutant("unreached tokens count", Cascade, "_settle_promises", "break", "continue"),
+    Mutant("survivals for chances", Cascade, "_settle_promises", "reached / survival", "reached"),
+    Mutant("no discount", Cascade, "_best_guess", "power *= factor", "pass"),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    must_die(mutant, [lambda _, check=check: check() for check in CHECKS], monkeypatch)
