@@ -50,7 +50,13 @@ def told(new, rate=0.9):
 
 
 def test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached():
-    for new, hits, reached in (([7, 8, 5], 2, 3), ([5], 0, 1), ([7, 8], 2, 2), ([7, 8, 9, 10, 5], 4, 4)):
+    for new, hits, reached in (
+        ([7, 8, 5], 2, 3),
+        ([5], 0, 1),
+        ([7, 8], 2, 2),
+        ([7, 5, 9, 10], 1, 2),
+        ([7, 8, 9, 10, 5], 4, 4),
+    ):
         for discount in (told(new)._discount, told(new)._commons.discount):
             assert (discount._hits, discount._promised) == (hits, pytest.approx(0.9 * reached))
 
