@@ -16,7 +16,6 @@ import copy
 import dataclasses
 import math
 import platform
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,23 +24,17 @@ from typing import Any, cast
 import click
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..export.quantize import int4_to_rows, rows_to_int4
+from .pair_corpus import END, VOCAB, Corpus, read_corpus
 
 SEED = 20261120
-VOCAB = 4096
 CONTEXT = 1024
-END = "<|endoftext|>"
 # Where the processor only emulates it, bfloat16 is slower than float32.
 BFLOAT16 = any(torch.cpu.get_capabilities().get(unit) for unit in ("amx_bf16", "avx512_bf16"))
 Loss = Callable[[torch.Tensor], torch.Tensor]
-
-HELD_OUT = tuple(Path(__file__).with_name("held_out.txt").read_text(encoding="utf-8").split())
-# Generated tables and prose: not what the author of a Python module writes.
-SKIPPED = ("/site-packages/", "/encodings/", "/pydoc_data/")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,41 +95,7 @@ DRAFT = Recipe(hidden=256, layers=2, heads=8, kv_heads=1, intermediate=768, step
 OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus
 
 
-# ---- corpus and tokenizer --------------------------------------------------------------------------------------------
-def sources(root: Path, *, held_out: bool) -> dict[str, str]:
-    """Relative path -> text of the standard library's files, test suites included, in name order."""
-    names = HELD_OUT if held_out else (p.relative_to(root).as_posix() for p in sorted(root.rglob("*.py")))
-    texts = {}
-    for name in names:
-        if not held_out and (name in HELD_OUT or any(part in f"/{name}" for part in SKIPPED)):
-            continue
-        try:
-            texts[name] = (root / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # files that test source encodings
-    return texts
-
-
-def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def token_stream(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
-    """All files one after the other, each preceded by the end-of-text token, int64 [N]."""
-    encoded = tokenizer.encode_batch(list(texts.values()))
-    return np.concatenate([np.array([0, *e.ids], np.int64) for e in encoded])
-
-
+# ---- training text ---------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: int = CONTEXT // 4) -> np.ndarray:
     """What ``model`` itself writes at temperature 1 after 32 tokens of ``stream``, int64 [N], N >= tokens.
@@ -316,26 +275,6 @@ speculative decoding; it is far too small to be useful otherwise.
 
 DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus and {tokens:,} tokens that the
 target wrote itself."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Corpus:
-    texts: dict[str, str]
-    held: dict[str, str]
-    tokenizer: Tokenizer
-    stream: np.ndarray
-    held_stream: np.ndarray
-
-
-def read_corpus(tokenizer_file: Path) -> Corpus:
-    """The standard library, tokenised; the tokenizer is trained if its file is not there."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    texts, held = sources(root, held_out=False), sources(root, held_out=True)
-    if not tokenizer_file.exists():
-        tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(iter(texts.values())).save(str(tokenizer_file))
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    return Corpus(texts, held, tokenizer, token_stream(tokenizer, texts), token_stream(tokenizer, held))
 
 
 def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
