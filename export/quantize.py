@@ -182,14 +182,14 @@ def _int8(model: ir.Model, linear: _Linear) -> ir.Value:
 def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
     """``value`` [..., width] in u8 around 128, and its scale [..., 1]; all products that read ``value`` share the two.
 
-    A block of QuantizeLinear is a whole row: one pass over the row where Div, Round, Add and Cast would be four.
+    A block of QuantizeLinear is a whole row: one pass over the row where Div, Round, Add and Cast would be four. A row
+    of zeros has scale 0: whatever its levels become they are integers, and what is made of them is multiplied by 0.
     """
     for user in value.consumers():
         if user.op_type == "QuantizeLinear":
             return user.outputs[0], user.inputs[1]
     last = constant(model, "int8.last_axis", np.array([-1], np.int64))
     peak = node(model, before, "ReduceMax", [node(model, before, "Abs", [value]), last], keepdims=1)
-    peak = node(model, before, "Max", [peak, constant(model, "int8.tiny", np.array(1e-8, np.float32))])
     scale = node(model, before, "Mul", [peak, constant(model, "int8.step", np.array(1 / 127, np.float32))])
     scale.shape = ir.Shape([*dims(value)[:-1], 1]) if dims(value) else None
     middle = _middle(model, before, scale)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from support_graphs import Shape, graph, op_counts, reference, tokens, write
 
@@ -66,6 +68,32 @@ def test_products_that_read_one_value_share_its_quantisation() -> None:
     quantize(model, "int8")  # not packed: q, k, v read one value, gate and up another
     counts = op_counts(model)
     assert counts["MatMulInteger"] == 2 * 7 + 1 and counts["QuantizeLinear"] == 2 * 4 + 1
+
+
+def test_rows_of_almost_nothing_stay_that() -> None:
+    """The scale of a row is not kept from 0: zeros are 0 over 0 on the way to integers, and zeros again behind it."""
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((64, 40)).astype(np.float32)
+    product = onnx.helper.make_node("MatMul", ["x", "w"], ["y"])
+    x, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1, "S", width])
+        for name, width in (("x", 64), ("y", 40))
+    )
+    whole = onnx.helper.make_graph([product], "g", [x], [y], [onnx.numpy_helper.from_array(weight, "w")])
+    model = ir.from_proto(
+        onnx.helper.make_model(whole, ir_version=11, opset_imports=[onnx.helper.make_opsetid("", 24)])
+    )
+    quantize(model, "int8")
+    assert op_counts(model)["MatMulInteger"] == 1
+    row = rng.standard_normal(64).astype(np.float32)
+    rows = np.stack([0 * row, 1e-42 * row, 1e-30 * row, row, -0.0 * row])[None].astype(np.float32)
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    found = session.run(["y"], {"x": rows})[0][0]
+    assert not found[0].any() and not found[4].any() and np.isfinite(found).all()
+    wanted = rows[0] @ weight
+    assert np.abs(found[1]).max() < 1e-37
+    for place in (2, 3):
+        assert np.abs(found[place] - wanted[place]).max() < 0.02 * np.abs(wanted[place]).max()
 
 
 def test_int4_quantises_the_head() -> None:
