@@ -1,8 +1,10 @@
 """Decides when a draft in the making is long enough: by how sure the draft model is of each token it proposes.
 
-The chance that a token is accepted is counted by classes of the draft's top probability. Used under ``greedy`` alone,
-where the target's own choice is what is kept and any cut of a draft is exact. Where the target's law is sampled from, a
-cut may depend on q but never on the token drawn from it, and sureness of q says too little to pay (+1 % in simulation).
+The chance that a token is accepted is counted by classes of q(x), the probability that the draft gave it (of a greedy
+draft, its largest). Exact under every rule, because a token that was drawn is always verified: whether another is drawn
+after it may depend on all that were. (The coins of rejection, and the thresholds of block verification, at one prefix
+ask of what follows only that it is drawn from its q, however far it goes. To drop a token for being unlikely would
+leave the unlikely ones out of what was drawn from q, and that does bias.)
 """
 
 from __future__ import annotations
@@ -14,20 +16,29 @@ import numpy as np
 
 from ..engines.base import LogitRow
 from .free import Calibration
+from .verify import Outcomes
 
 _EDGES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-PRIOR = (0.35, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.88, 0.95, 0.98)  # of each class; shrunk to the demo pair's
+# What each class begins with, near the demo pair's; a sampled token may be right without being the likeliest.
+GREEDY_PRIOR = (0.35, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.88, 0.95, 0.98)
+SAMPLED_PRIOR = (0.55, 0.62, 0.65, 0.67, 0.68, 0.74, 0.8, 0.87, 0.94, 0.98)
 _ROW_DECAY, _ROUND_DECAY = 0.98, 0.95
 
 
-def sureness(logits: LogitRow, token: int) -> int | None:
-    """The class of the top probability of a row of logits [V] whose largest is at ``token``: 0 (unsure) to 9. None
-    where the logits are still on a device: to fetch them costs more than it says."""
+def chance_of(logits: LogitRow, token: int) -> float | None:
+    """The probability of ``token`` by a row of logits [V]. None where they are still on a device: to fetch them costs
+    more than it says."""
     if not isinstance(logits, np.ndarray):
         return None
     weights = logits - logits[token]
-    np.exp(weights, out=weights)
-    return bisect(_EDGES, 1.0 / float(np.add.reduce(weights)))
+    with np.errstate(over="ignore"):
+        np.exp(weights, out=weights)
+    return 1.0 / float(np.add.reduce(weights))
+
+
+def sureness(chance: float) -> int:
+    """The class of a probability: 0 (unsure) to 9."""
+    return bisect(_EDGES, chance)
 
 
 class Watch:
@@ -53,9 +64,10 @@ class Watch:
         self._survivals = [1.0] * len(rates)
         self.classes: list[list[int]] = [[] for _ in rates]
 
-    def saw(self, place: int, logits: LogitRow, token: int) -> None:
-        """Row ``place`` drafted ``token`` from ``logits`` [V]."""
-        if (found := sureness(logits, token)) is not None:
+    def saw(self, place: int, chance: float | None) -> None:
+        """Row ``place`` drafted a token that had this ``chance`` (None: nobody knows)."""
+        if chance is not None:
+            found = sureness(chance)
             self.classes[place].append(found)
             self._survivals[place] *= self._chances[place][found]
         else:
@@ -92,11 +104,11 @@ class Sureness:
     def chances(self) -> Sequence[float]:
         return self._own.rates
 
-    def record(self, classes: Sequence[int], tested: int, accepted: int, seconds: float) -> None:
-        """A watched round: its drafts' classes, how many were tested, how many accepted, what such a round takes."""
-        for position, each in enumerate(classes[:tested]):
-            self._own.record(each, position < accepted)
-            self._shared.record(each, position < accepted)
+    def record(self, classes: Sequence[int], outcomes: Outcomes, seconds: float) -> None:
+        """A watched round: its drafts' classes, what became of them, what such a round takes."""
+        for each, (reached, kept) in zip(classes, outcomes, strict=False):
+            self._own.record(each, kept, reached)
+            self._shared.record(each, kept, reached)
         self.rounds = _ROUND_DECAY * self.rounds + 1.0
-        self.tokens = _ROUND_DECAY * self.tokens + accepted + 1.0
+        self.tokens = _ROUND_DECAY * self.tokens + sum(kept for _, kept in outcomes) + 1.0
         self.seconds = _ROUND_DECAY * self.seconds + seconds

@@ -165,7 +165,7 @@ class Decoder:
             return FixedLength(len(settings.branches))
         if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
-        return AutoLength(self._pace)
+        return AutoLength(self._pace, sampled=settings.temperature > 0)
 
     def _cascade(self, settings: Settings, policy: Policy, sample: Sample) -> Cascade | None:
         if settings.draft in ("model", "none"):
@@ -211,9 +211,9 @@ class Decoder:
         return drafts
 
     def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
-        """Where every draft of the round may be cut anywhere, how far each may go, and what says when to stop."""
+        """Where every row drafts with the model, how far each may go, and what says when to stop."""
         watched = self._drafting is not None and self._drafting.watches
-        if not watched or not all(lengths) or any(row.sampler.rule != "greedy" for row in rows):
+        if not watched or not all(lengths):
             return lengths, None
         watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
         return (lengths, None) if watch is None else (list(watch.limits), watch)
@@ -278,7 +278,7 @@ class Decoder:
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            row.policy.observe(verdict.tested, verdict.accepted, draft.classes)
+            row.policy.observe(verdict.outcomes, draft.classes)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.cascade is not None:

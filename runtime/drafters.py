@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
-from .confidence import Watch
+from .confidence import Watch, chance_of
 from .prefill import prefill
 from .sampling import Probs
 from .sequence import Row
@@ -133,7 +133,7 @@ class ModelDrafter:
             for place, (row, draft, n) in enumerate(zip(rows, drafts, lengths, strict=True)):
                 chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
                 if chosen and watch is not None:
-                    watch.saw(place, logits[place], self._vocabulary.column(draft.tokens[-1]))
+                    watch.saw(place, self._chance(draft, logits[place]))
                 pending[place] = draft.tokens[-1:] if chosen and len(draft.tokens) < n else []
         if watch is not None:
             for draft, classes in zip(drafts, watch.classes, strict=True):
@@ -157,7 +157,7 @@ class ModelDrafter:
             self.steps += 1
             chosen = self._choose(row, draft, logits)
             if chosen and watch is not None:
-                watch.saw(0, logits, self._vocabulary.column(tokens[-1]))
+                watch.saw(0, self._chance(draft, logits))
             pending = tokens[-1:] if chosen and len(tokens) < length else []
         if watch is not None and not kept:
             draft.classes = watch.classes[0]
@@ -187,6 +187,11 @@ class ModelDrafter:
         logits = self._stepper.last_logits([self._vocabulary.tokens(each) for each in pending], valid)
         self._valid[: len(pending)] = [v + len(p) for v, p in zip(valid, pending, strict=True)]
         return logits
+
+    def _chance(self, draft: Draft, logits: LogitRow) -> float | None:
+        """How likely the token was that was just drafted."""
+        token = draft.tokens[-1]
+        return chance_of(logits, self._vocabulary.column(token)) if draft.q is None else float(draft.q[-1][token])
 
     def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
         try:

@@ -43,10 +43,10 @@ class Calibration:
         self._right, self._tested = [0.0] * len(prior), [0.0] * len(prior)
         self.rates = list(prior)
 
-    def record(self, evidence: int, right: bool) -> None:
-        """Count one guess that was reached."""
+    def record(self, evidence: int, right: float, reached: float = 1.0) -> None:
+        """Count one guess that was ``reached``; both are 0 to 1, what is expected of them where that is known."""
         self._right[evidence] = self._decay * self._right[evidence] + right
-        self._tested[evidence] = self._decay * self._tested[evidence] + 1.0
+        self._tested[evidence] = self._decay * self._tested[evidence] + reached
         right_ones = self._right[evidence] + _PRIOR_WEIGHT * self._prior[evidence]
         self.rates[evidence] = right_ones / (self._tested[evidence] + _PRIOR_WEIGHT)
 

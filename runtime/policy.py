@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .confidence import PRIOR, Sureness, Watch
+from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
 from .free import Calibration
 from .settings import MAX_DRAFT_LENGTH
+from .verify import Outcomes
 
 _FIRST_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
@@ -53,7 +54,8 @@ class Rest:
 class Acceptance:
     """How often drafts are accepted at each position once they are reached, over the last rounds.
 
-    Only rounds that reached a position count there: what stands behind the first rejection is censored, not rejected.
+    Only rounds that reached a position count there, as far as they did (``Verdict.outcomes``): what stands behind the
+    first rejection is censored, not rejected.
     Each position is shrunk to what stood in ``before`` when this began, scaled to the rate of all positions.
     """
 
@@ -64,13 +66,14 @@ class Acceptance:
         self._tested: list[float] = []  # as many positions as were ever tested
         self._accepted: list[float] = []
 
-    def observe(self, tested: int, accepted: int) -> None:
-        while len(self._tested) < tested:
-            self._tested.append(0.0)
-            self._accepted.append(0.0)
+    def observe(self, outcomes: Outcomes) -> None:
+        missing = [0.0] * (len(outcomes) - len(self._tested))
+        self._tested += missing
+        self._accepted += missing
         for position in range(len(self._tested)):
-            self._tested[position] = self._decay * self._tested[position] + (position < tested)
-            self._accepted[position] = self._decay * self._accepted[position] + (position < accepted)
+            reached, kept = outcomes[position] if position < len(outcomes) else (0.0, 0.0)
+            self._tested[position] = self._decay * self._tested[position] + reached
+            self._accepted[position] = self._decay * self._accepted[position] + kept
 
     def rate(self) -> float:
         """Over all positions."""
@@ -103,7 +106,7 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = Acceptance(_LASTING_DECAY)
         self.rest = Rest()
-        self.sureness = Calibration(PRIOR)
+        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}  # by whether sampled
         self.rows = 1  # that share the round's step
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
@@ -255,31 +258,31 @@ class FixedLength:
     def __init__(self, fixed: int) -> None:
         self.fixed = fixed
 
-    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
+    def observe(self, outcomes: Outcomes, classes: Sequence[int] = ()) -> None:
         """Changes nothing."""
 
 
 class AutoLength:
     """What one request's rounds say about its drafts; how long they get is its Pace's to say."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, *, sampled: bool = False) -> None:
         self._pace = pace
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
         self.tokens = self._acceptance.expected_tokens()
-        self.sureness = Sureness(pace.sureness)
+        self.sureness = Sureness(pace.sureness[sampled])
 
     @property
     def rate(self) -> float:
         """How many tested drafts are accepted."""
         return self._acceptance.rate()
 
-    def observe(self, tested: int, accepted: int, classes: Sequence[int] = ()) -> None:
-        """What the last round's verdict was (both 0 if nothing was drafted); how sure the draft was of its tokens."""
-        if tested:
+    def observe(self, outcomes: Outcomes, classes: Sequence[int] = ()) -> None:
+        """What the last round's verdict was (nothing if nothing was drafted); how sure the draft was of its tokens."""
+        if outcomes:
             if classes:
-                self.sureness.record(classes, tested, accepted, self._pace.seconds(self._pace.rows)[len(classes)])
-            self._acceptance.observe(tested, accepted)
-            self._pace.acceptance.observe(tested, accepted)
+                self.sureness.record(classes, outcomes, self._pace.seconds(self._pace.rows)[len(classes)])
+            self._acceptance.observe(outcomes)
+            self._pace.acceptance.observe(outcomes)
             self.tokens = self._acceptance.expected_tokens()
 
     @property

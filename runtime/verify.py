@@ -19,6 +19,7 @@ from .sampling import Probs
 
 Uniforms = Sequence[float] | NDArray[np.float64]
 Draw = Callable[[Probs], int]
+Outcomes = Sequence[tuple[float, float]]  # of each position: how far it was reached, and how far its draft was kept
 
 
 class Verdict(NamedTuple):
@@ -26,6 +27,7 @@ class Verdict(NamedTuple):
 
     ``distances``: of each of these accepted + 1 tokens, the total variation between the law it was drawn from and the
     target's; none from an exact rule, where all are 0. ``path``: the nodes kept of a draft that is a tree.
+    ``expected``: the ``outcomes`` where less was left to chance.
     """
 
     accepted: int
@@ -33,6 +35,19 @@ class Verdict(NamedTuple):
     tested: int
     distances: tuple[float, ...] = ()
     path: tuple[int, ...] = ()
+    expected: Outcomes = ()
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Of each position that says something about the draft: (reached, kept), 1 or 0 as it happened; with coins,
+        their expectation given the drafts (Rao-Blackwell: the same mean, without the noise of the coins)."""
+        return self.expected or happened(self.tested, self.accepted)
+
+
+def happened(tested: int, accepted: int) -> Outcomes:
+    """Outcomes of ``tested`` positions, of which the first ``accepted`` were kept: what stands behind the first
+    rejection was not reached."""
+    return [(1.0, float(position < accepted)) for position in range(tested)]
 
 
 def match(x: Sequence[int], choose: Callable[[int], int]) -> Verdict:
@@ -54,14 +69,15 @@ def rejection(
 
     A deterministic draft is q one-hot: accepted with p(x), residual p without x.
     """
+    expected: list[tuple[float, float]] = []
     for i, drafted in enumerate(x):
         row = p(i)
-        if q is None:
-            if not uniforms[i] < row[drafted]:
-                return Verdict(i, draw(without(row, drafted)), i + 1)
-        elif not uniforms[i] * q[i][drafted] < row[drafted]:  # never divides: q > 0, as x was drawn from it
-            return Verdict(i, draw(residual(row, q[i])), i + 1)
-    return Verdict(len(x), draw(p(len(x))), len(x))
+        chance, given = row[drafted], 1.0 if q is None else q[i][drafted]
+        expected.append((1.0, 1.0 if chance >= given else float(chance / given)))
+        if not uniforms[i] * given < chance:
+            rest = without(row, drafted) if q is None else residual(row, q[i])
+            return Verdict(i, draw(rest), i + 1, expected=expected)
+    return Verdict(len(x), draw(p(len(x))), len(x), expected=expected)
 
 
 def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw) -> Verdict:
@@ -69,12 +85,15 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
 
     b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)); h_i = R_i / (R_i + 1 - b_i) with R_i the mass of
     max(b_i p_{i+1} - q_{i+1}, 0); h_K = b_K. Never fewer tokens in expectation than ``rejection``. All drafts are
-    looked at, but ``tested`` counts those up to the first not kept, as the other rules do.
+    looked at, but ``tested`` counts those up to the first not kept, as the other rules do. Given the drafts, the chance
+    that at least i are kept is b_i (their appendix B, by induction from the last).
     """
+    expected: list[tuple[float, float]] = []
     weight, row = 1.0, p(0)
     accepted, law = 0, residual(row, q[0]) if x else row
     for i, drafted in enumerate(x, start=1):
-        weight = min(1.0, weight * row[drafted] / q[i - 1][drafted])
+        before, weight = weight, min(1.0, weight * float(row[drafted] / q[i - 1][drafted]))
+        expected.append((before, weight))
         if weight == 0.0:
             break  # and stays 0: no longer prefix can be kept
         row = p(i)
@@ -82,7 +101,7 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
         mass = float(np.add.reduce(rest)) if i < len(x) else 1.0
         if uniforms[i - 1] < (block_threshold(weight, mass) if i < len(x) else weight):
             accepted, law = i, rest if mass else row
-    return Verdict(accepted, draw(law), min(accepted + 1, len(x)))
+    return Verdict(accepted, draw(law), min(accepted + 1, len(x)), expected=expected)
 
 
 def block_threshold(weight: float, mass: float) -> float:

@@ -33,16 +33,17 @@ def rows_by_context(rng, vocab, depth, *, zeros=False):
     return table
 
 
-def joint_law(rule, p, q, vocab, length):
-    """Draft ``length`` tokens from q (or the fixed tokens q), verify with production code, go on with the target."""
+def joint_law(rule, p, q, vocab, length, ends=lambda x: False):
+    """Draft ``length`` tokens from q (or the fixed tokens q), fewer where a draft x ``ends``, verify with production
+    code, go on with the target."""
     fixed = isinstance(q, tuple)
     rest = range(length + 1)
 
     def run(branches: Branches) -> tuple[int, ...]:
         x: list[int] = []
-        for i in range(length):
-            x.append(q[i] if fixed else Coin(branches).draw(q[tuple(x)]))
-        rows = None if fixed else [q[tuple(x[:i])] for i in range(length)]
+        while len(x) < length and not ends(x):
+            x.append(q[len(x)] if fixed else Coin(branches).draw(q[tuple(x)]))
+        rows = None if fixed else [q[tuple(x[:i])] for i in range(len(x))]
         coins = [Coin(branches) for _ in x]
         apply = verify.rejection if rule == "rejection" else verify.block
         verdict = apply(x, rows, lambda i: p[tuple(x[:i])], coins, lambda weights: Coin(branches).draw(weights))
@@ -55,17 +56,24 @@ def joint_law(rule, p, q, vocab, length):
     return law(run)
 
 
-def expected_accepted(rule, p, q, vocab, length):
-    def run(branches: Branches) -> int:
+def verdicts(rule, p, q, length):
+    """The law of what one round came to."""
+
+    def run(branches: Branches) -> verify.Verdict:
         x: list[int] = []
         for _ in range(length):
             x.append(Coin(branches).draw(q[tuple(x)]))
         rows = [q[tuple(x[:i])] for i in range(length)]
         coins = [Coin(branches) for _ in x]
         apply = verify.rejection if rule == "rejection" else verify.block
-        return apply(x, rows, lambda i: p[tuple(x[:i])], coins, lambda weights: Coin(branches).draw(weights)).accepted
+        found = apply(x, rows, lambda i: p[tuple(x[:i])], coins, lambda weights: Coin(branches).draw(weights))
+        return found._replace(expected=tuple(found.expected))
 
-    return sum(n * chance for n, chance in law(run).items())
+    return law(run).items()
+
+
+def expected_accepted(rule, p, q, length):
+    return sum(verdict.accepted * chance for verdict, chance in verdicts(rule, p, q, length))
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -88,19 +96,43 @@ def test_fixed_drafts_leave_the_law_alone(drafted, zeros):
     assert distance(joint_law("rejection", p, drafted, 3, len(drafted)), truth) < TIGHT
 
 
+@pytest.mark.parametrize("ends", [lambda x: x[-1:] == [0], lambda x: sum(x) > 2], ids=["after a token", "by its sum"])
+@pytest.mark.parametrize("rule", RULES)
+def test_where_a_draft_ends_may_depend_on_its_tokens(rule, ends):
+    rng = np.random.default_rng(9)
+    p, q = (rows_by_context(rng, 3, 4) for _ in "pq")
+    assert distance(joint_law(rule, p, q, 3, 3, ends), target_law(p.__getitem__, 3, 4)) < TIGHT
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_perfect_draft_is_always_accepted(rule):
     p = rows_by_context(np.random.default_rng(5), 3, 3)
-    assert expected_accepted(rule, p, p, 3, 2) == pytest.approx(2, abs=TIGHT)
+    assert expected_accepted(rule, p, p, 2) == pytest.approx(2, abs=TIGHT)
 
 
 def test_block_accepts_more_than_rejection_and_rejection_accepts_the_overlap():
     rng = np.random.default_rng(11)
     p, q = rows_by_context(rng, 3, 4), rows_by_context(rng, 3, 4)
-    by_token, by_block = (expected_accepted(rule, p, q, 3, 3) for rule in RULES)
+    by_token, by_block = (expected_accepted(rule, p, q, 3) for rule in RULES)
     assert by_block > by_token + 0.01
     overlap = float(np.minimum(p[()], q[()]).sum())
-    assert expected_accepted("rejection", p, q, 3, 1) == pytest.approx(overlap, abs=TIGHT)
+    assert expected_accepted("rejection", p, q, 1) == pytest.approx(overlap, abs=TIGHT)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_expected_outcomes_have_the_mean_of_what_happens_and_less_noise(rule):
+    rng = np.random.default_rng(11)
+    p, q = rows_by_context(rng, 3, 4), rows_by_context(rng, 3, 4)
+    found = list(verdicts(rule, p, q, 3))
+    for position in range(3):
+        kept = [dict(enumerate(verdict.outcomes)).get(position, (0.0, 0.0))[1] for verdict, _ in found]
+        happened = [float(verdict.accepted > position) for verdict, _ in found]
+        chances = np.array([chance for _, chance in found])
+        assert chances @ kept == pytest.approx(chances @ happened, abs=TIGHT)
+        assert chances @ np.square(kept) < chances @ np.square(happened) - 0.01
+        reached = [dict(enumerate(verdict.outcomes)).get(position, (0.0, 0.0))[0] for verdict, _ in found]
+        before = [float(verdict.accepted >= position) for verdict, _ in found]
+        assert chances @ reached == pytest.approx(chances @ before, abs=TIGHT)
 
 
 @hypothesis_settings(max_examples=40, deadline=None)

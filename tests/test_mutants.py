@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import test_laws
 from support_runtime import collect, decode_law, distance, rounded, target_law, toy_pair
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
@@ -168,6 +169,11 @@ def an_end_comes_as_soon_as_it_may(monkeypatch):
         assert text == [2] * minimum + [1] and last[0].finish_reason == "stop"
 
 
+def outcomes_are_expected_ones(monkeypatch):
+    for rule in ("rejection", "block"):
+        test_laws.test_expected_outcomes_have_the_mean_of_what_happens_and_less_noise(rule)
+
+
 CHECKS = [
     an_end_comes_as_soon_as_it_may,
     noise_is_a_function_of_its_key,
@@ -181,6 +187,7 @@ CHECKS = [
     fixed_drafts_hold,
     rejection_holds,
     block_holds,
+    outcomes_are_expected_ones,
 ]
 
 
@@ -200,28 +207,28 @@ MUTANTS = [
         "p and q swapped",
         verify,
         "rejection",
-        "uniforms[i] * q[i][drafted] < row[drafted]",
-        "uniforms[i] * row[drafted] < q[i][drafted]",
+        "uniforms[i] * given < chance",
+        "uniforms[i] * chance < given",
     ),
     Mutant(
         "accept when p is at least half of q",
         verify,
         "rejection",
-        "uniforms[i] * q[i][drafted] < row[drafted]",
-        "q[i][drafted] <= 2 * row[drafted]",
+        "uniforms[i] * given < chance",
+        "given <= 2 * chance",
     ),
     Mutant(
         "threshold instead of a coin",
         verify,
         "rejection",
-        "uniforms[i] * q[i][drafted] < row[drafted]",
-        "q[i][drafted] <= row[drafted]",
+        "uniforms[i] * given < chance",
+        "given <= chance",
     ),
     Mutant(
         "resample from the target",
         verify,
         "rejection",
-        "draw(residual(row, q[i]))",
+        "draw(rest)",
         "draw(row)",
     ),
     Mutant("abs() residual", verify, "excess", "np.maximum(rest, 0.0, out=rest)", "np.abs(rest)"),
@@ -232,8 +239,8 @@ MUTANTS = [
         "residual from the next row",
         verify,
         "rejection",
-        "draw(residual(row, q[i]))",
-        "draw(residual(p(i + 1), q[i]))",
+        "residual(row, q[i])",
+        "residual(p(i + 1), q[i])",
     ),
     Mutant("bonus from the last draft's row", verify, "rejection", "draw(p(len(x)))", "draw(p(max(len(x) - 1, 0)))"),
     Mutant(
@@ -248,6 +255,9 @@ MUTANTS = [
     Mutant("block: residual not weighted", verify, "block", "excess(row, q[i], weight)", "excess(row, q[i])"),
     Mutant("block: threshold of the last", verify, "block", "if i < len(x) else weight)", "if i < len(x) else 1.0)"),
     Mutant("block: first failure stops", verify, "block", "accepted, law = i,", "accepted, law = min(i, 1),"),
+    Mutant("block: what was hardly reached counts in full", verify, "block", "(before, weight)", "(1.0, weight)"),
+    Mutant("block: the prefix before it is kept", verify, "block", "(before, weight)", "(before, before)"),
+    Mutant("the coin's side is half expected", verify, "rejection", "float(chance / given)", "float(chance)"),
     Mutant("q not as sampled", sampling.Sampler, "propose", "), q", "), (q**2) / (q**2).sum()"),
     Mutant(
         "q of the logits without the chain",

@@ -8,6 +8,7 @@ import pytest
 from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace, cap
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
+from leadout.runtime.verify import happened
 
 
 def costs(*, per_draft, per_token=0.02, rows=1):
@@ -26,7 +27,7 @@ def trained(acceptance, table, *, rounds=400, seed=0, **options):
     for _ in range(rounds):
         length = next_length(pace, policy)
         accepted = next((i for i in range(length) if rng.random() >= acceptance), length)
-        policy.observe(min(accepted + 1, length), accepted)
+        policy.observe(happened(min(accepted + 1, length), accepted))
     return pace, policy
 
 
@@ -55,7 +56,7 @@ def test_an_expensive_useless_draft_is_switched_off_and_tried_ever_more_rarely()
     policy, lengths = AutoLength(pace), []
     for _ in range(1000):
         lengths.append(next_length(pace, policy))
-        policy.observe(min(lengths[-1], 1), 0)
+        policy.observe(happened(min(lengths[-1], 1), 0))
     assert lengths[-1] == 0 and sum(length > 0 for length in lengths[100:]) <= 5
     assert max(lengths[20:]) <= 2
 
@@ -64,11 +65,11 @@ def test_a_draft_that_becomes_good_is_switched_on_again():
     pace = Pace(costs(per_draft=0.2))
     policy = AutoLength(pace)
     for _ in range(100):
-        policy.observe(min(next_length(pace, policy), 1), 0)
+        policy.observe(happened(min(next_length(pace, policy), 1), 0))
     later = []
     for _ in range(900):
         later.append(next_length(pace, policy))
-        policy.observe(later[-1], later[-1])
+        policy.observe(happened(later[-1], later[-1]))
     assert 0 in later[:50] and min(later[-100:]) >= 4
 
 
@@ -78,7 +79,7 @@ def test_rows_that_share_a_step_rest_and_try_together():
     for _ in range(200):
         lengths.append(next_length(pace, *policies))
         for policy in policies:
-            policy.observe(min(lengths[-1], 1), 0)
+            policy.observe(happened(min(lengths[-1], 1), 0))
     assert sum(length > 0 for length in lengths[40:]) <= 4, "one try for both, not one each"
 
 
@@ -86,7 +87,7 @@ def test_one_length_serves_the_rows_of_a_step():
     table = costs(per_draft=0.08, rows=2)
     (pace, good), poor = trained(0.9, table), AutoLength(Pace(table))
     for _ in range(60):
-        poor.observe(1, 0)
+        poor.observe(happened(1, 0))
     alone = pace.lengths([good], [16], 2)[0]
     both = pace.lengths([good, poor], [16, 16], 2)
     assert both[0] == both[1] and 0 < both[0] <= alone
@@ -98,18 +99,18 @@ def test_a_new_request_starts_from_what_the_earlier_ones_showed():
     fresh = AutoLength(pace)
     assert fresh.tokens[1] - 1 == pytest.approx(0.3, abs=0.06)
     for _ in range(30):
-        fresh.observe(4, 4)
+        fresh.observe(happened(4, 4))
     assert fresh.tokens[1] - 1 > 0.85
 
 
 def test_censored_positions_are_not_counted_as_rejected():
     refused = Acceptance(0.95)
     for _ in range(200):
-        refused.observe(1, 0)  # the first is always refused: nothing is known of the second
+        refused.observe(happened(1, 0))  # the first is always refused: nothing is known of the second
     assert refused.at_positions()[0] < 0.05
     lucky = Acceptance(0.95)
     for i in range(200):
-        lucky.observe(*((4, 4) if i % 2 else (1, 0)))
+        lucky.observe(happened(*((4, 4) if i % 2 else (1, 0))))
     assert lucky.at_positions()[:2] == pytest.approx([0.5, 0.95], abs=0.1)
 
 
