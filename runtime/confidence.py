@@ -19,9 +19,9 @@ from .free import Calibration
 from .verify import Outcomes
 
 _EDGES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-# What each class begins with, near the demo pair's; a sampled token may be right without being the likeliest.
+# What each class begins with: a middling draft's. A sampled token may be right without being the likeliest.
 GREEDY_PRIOR = (0.35, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 0.88, 0.95, 0.98)
-SAMPLED_PRIOR = (0.55, 0.62, 0.65, 0.67, 0.68, 0.74, 0.8, 0.87, 0.94, 0.98)
+SAMPLED_PRIOR = (0.65, 0.7, 0.74, 0.77, 0.78, 0.8, 0.85, 0.9, 0.95, 0.98)
 _ROW_DECAY, _ROUND_DECAY = 0.98, 0.95
 
 

@@ -1,4 +1,4 @@
-"""Train the demo pair: a byte-level BPE tokenizer, a Llama target, and a draft distilled from it.
+"""Train the demo pair: a byte-level BPE tokenizer, a Llama target, and a draft pruned and distilled from it.
 
 The corpus is the source of CPython's own standard library, as installed with the interpreter that runs this
 program; the files named in ``held_out.txt`` are never trained on and give every figure in the model cards.
@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,7 +92,17 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
-DRAFT = Recipe(hidden=256, layers=2, heads=8, kv_heads=1, intermediate=768, steps=2200, shallow=2, int4_share=0.4)
+# Rates are low: what is left of the target still knows most of it.
+DRAFT = dataclasses.replace(
+    TARGET,
+    layers=3,
+    intermediate=512,
+    steps=1400,
+    shallow=3,
+    matrix_rate=8e-3,
+    vector_rate=1.6e-3,
+    int4_share=0.4,
+)
 OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus
 
 
@@ -201,6 +212,60 @@ def start_from_bigrams(model: LlamaForCausalLM, stream: np.ndarray, steps: int =
             click.echo(f"bigrams: {loss.item():.3f} nats a token", err=True)
 
 
+# ---- pruning ---------------------------------------------------------------------------------------------------------
+def pruned(model: LlamaForCausalLM, layers: int, units: int, stream: np.ndarray) -> tuple[LlamaForCausalLM, list[int]]:
+    """A copy of ``model`` with its best ``layers`` layers and the busiest ``units`` units of each of their MLPs, and
+    which layers these are: what a draft is distilled from (Muralidharan et al. 2407.14679)."""
+    text = torch.from_numpy(stream[: CONTEXT + 1])[None]
+    kept = best_layers(model, layers, text)
+    draft = with_layers(model, kept)
+    keep_units(draft, units, text)
+    return draft, list(kept)
+
+
+def with_layers(model: LlamaForCausalLM, kept: Sequence[int]) -> LlamaForCausalLM:
+    """A copy of ``model`` with only the layers that are ``kept``."""
+    copied = copy.deepcopy(model)
+    copied.model.layers = torch.nn.ModuleList(copied.model.layers[layer] for layer in kept)
+    for place, layer in enumerate(copied.model.layers):
+        layer.self_attn.layer_idx = place
+    copied.config.num_hidden_layers = len(kept)
+    return copied
+
+
+@torch.no_grad()
+def best_layers(model: LlamaForCausalLM, count: int, text: torch.Tensor) -> tuple[int, ...]:
+    """The ``count`` layers of ``model`` that alone agree best with all of it: the highest 1 - TV on ``text``."""
+    p = logits_of(model, text).softmax(-1)
+
+    def agreement(kept: tuple[int, ...]) -> float:
+        q = logits_of(with_layers(model, kept), text).softmax(-1)
+        return float(torch.minimum(p, q).sum(-1).mean())
+
+    return max(itertools.combinations(range(model.config.num_hidden_layers), count), key=agreement)
+
+
+@torch.no_grad()
+def keep_units(model: LlamaForCausalLM, units: int, text: torch.Tensor) -> None:
+    """Leave in every MLP the units that bring most: the root mean square of their activation on ``text`` times the
+    length of their column in the down projection."""
+    mlps = [layer.mlp for layer in model.model.layers]
+    busy: list[torch.Tensor] = []
+    with contextlib.ExitStack() as stack:
+        for mlp in mlps:
+            hook = mlp.down_proj.register_forward_pre_hook(lambda _, given: busy.append(given[0].square().mean((0, 1))))
+            stack.callback(hook.remove)
+        logits_of(model, text)
+    for mlp, square in zip(mlps, busy, strict=True):
+        kept = (square.sqrt() * mlp.down_proj.weight.norm(dim=0)).topk(units).indices.sort().values
+        for linear, columns in ((mlp.gate_proj, False), (mlp.up_proj, False), (mlp.down_proj, True)):
+            weight = linear.weight[:, kept] if columns else linear.weight[kept]
+            linear.weight = torch.nn.Parameter(weight.clone())
+            linear.out_features, linear.in_features = weight.shape
+    model.config.intermediate_size = units
+
+
+# ---- losses and figures ----------------------------------------------------------------------------------------------
 def logits_of(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, model(input_ids=tokens, use_cache=False).logits.float())
 
@@ -273,8 +338,9 @@ speculative decoding; it is far too small to be useful otherwise.
 * Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
 """
 
-DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus and {tokens:,} tokens that the
-target wrote itself."""
+DISTILLED = """Pruned from the demo target (of its {of} layers {layers}, of the {all} units of each MLP the busiest
+{units}) and distilled from it (KL and total variation), on the corpus and {tokens:,} tokens that the target wrote
+itself."""
 
 
 def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
@@ -336,20 +402,19 @@ def target(out: Path, compiled: bool) -> None:
 @main.command()
 @OUT
 @COMPILE
-@click.option("--hidden", default=DRAFT.hidden, show_default=True)
-@click.option("--layers", default=DRAFT.layers, show_default=True)
-@click.option("--intermediate", default=DRAFT.intermediate, show_default=True)
+@click.option("--layers", default=DRAFT.layers, show_default=True, help="How many of the target's to keep.")
+@click.option(
+    "--intermediate", default=DRAFT.intermediate, show_default=True, help="How many units of each MLP to keep."
+)
 @click.option("--steps", default=DRAFT.steps, show_default=True)
 @click.option("--name", default="draft", show_default=True, help="Folder to write, below --out.")
-def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int, steps: int, name: str) -> None:
-    """The draft, distilled from the target in --out."""
-    shape = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "heads": hidden // 32}
-    recipe = dataclasses.replace(DRAFT, steps=steps, **shape)
+def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int, name: str) -> None:
+    """The draft: a part of the target in --out, distilled from all of it."""
+    recipe = dataclasses.replace(DRAFT, layers=layers, shallow=layers, intermediate=intermediate, steps=steps)
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
-    model = recipe.model()
-    start_from_bigrams(model, corpus.stream)
+    model, kept = pruned(teacher, layers, intermediate, corpus.stream)
     stream = np.concatenate([corpus.stream, own_text(teacher, corpus.stream, OWN_TOKENS)])
     fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
@@ -360,7 +425,14 @@ def draft(out: Path, compiled: bool, hidden: int, layers: int, intermediate: int
         "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
-    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(stream) - len(corpus.stream)), **figures)
+    how = DISTILLED.format(
+        layers=", ".join(map(str, kept)),
+        of=teacher.config.num_hidden_layers,
+        units=intermediate,
+        all=teacher.config.intermediate_size,
+        tokens=len(stream) - len(corpus.stream),
+    )
+    publish(model, recipe, corpus, folder, how, **figures)
 
 
 if __name__ == "__main__":
