@@ -22,6 +22,7 @@ from leadout.runtime.free import Calibrated, Calibration
 from leadout.runtime.pair import load
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import DRAFTS, Settings
+from leadout.runtime.verify import happened
 
 FREE = ("suffix", "recycling", "ngram", "auto")
 REPEATS = [4, 5, 6, 4, 5, 6, 4, 5]
@@ -110,7 +111,7 @@ def test_a_draft_model_that_rests_is_tried_again_although_a_guess_is_better():
     costs = FixedCosts(per_draft=0.9)
     chooser, policy = cascade([5, 5, 5], costs=costs, model=True, rate=0.5)
     for _ in range(60):
-        policy.observe(1, 0)
+        policy.observe(happened(1, 0))
     plans = [choose(chooser, 16, 16) for _ in range(60)]
     tries = [i for i, plan in enumerate(plans) if plan.by == "model"]
     assert {plan.by for plan in plans} == {"fixed", "model"} and plans[tries[0]].length == 2

@@ -155,9 +155,10 @@ def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely()
         length = table.first_length(16)
         asked += [] if length is None else [(length, i)]
         table.record_target(1, 1 + (length or 0), 1.0)
-    assert [length for length, _ in asked] == [4, 8, 2, 1, 3] * 3, "no draft at all is used all the time"
+    assert [length for length, _ in asked] == [4, 8, 2, 1, 3] * 5, "no draft at all is used all the time"
     gaps = [round_ - before for (_, before), (_, round_) in zip(asked, asked[5:], strict=False)]
-    assert all(512 < gap < 530 for gap in gaps[:5]) and all(1024 < gap < 1045 for gap in gaps[5:])
+    for time, rest in enumerate((128, 256, 512, 1024)):
+        assert all(rest < gap < rest + 25 for gap in gaps[5 * time : 5 * time + 5])
     assert table.target(1)[5] == 1.0, "and outvotes what it was"
 
 

@@ -14,6 +14,7 @@ from leadout.runtime.family import Family
 from leadout.runtime.free import Calibrated, Calibration
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
+from leadout.runtime.verify import happened
 from leadout.runtime.vigil import Habit, Vigil
 
 
@@ -120,7 +121,7 @@ def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
     chooser, good = cascade([5, 5], costs=FixedCosts(per_token=0.1), model=True, rate=0.6)
     bad = AutoLength(chooser._pace)
     for _ in range(40):
-        bad.observe(1, 0)
+        bad.observe(happened(1, 0))
     chooser._model = bad
     chooser._pace.tick()
     chooser._pace.lengths([good, bad], [16, 16], 2)
