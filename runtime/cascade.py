@@ -12,7 +12,7 @@ from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter
-from .policy import AutoLength, Pace, worth
+from .policy import AutoLength, Pace, pays, worth
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .siblings import SiblingsDrafter
@@ -220,14 +220,17 @@ class Cascade:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
         seconds, factor = self._pace.seconds_without_draft(rows), self._discount.factor
-        plan, best, self._promised, self._best = Plan(), 0.0 if whole else 1.0 / seconds[0], 1.0, ((), ())
+        plan, plain, self._promised, self._best = Plan(), seconds[0], 1.0, ((), ())
+        best = 0.0 if whole else 1.0 / plain
         for each in self._drafters:
             guess, expected, power, wins = each.guess, [1.0], 1.0, 0
             for length, survival in enumerate(guess.survivals, start=1):
                 power *= factor
                 expected.append(expected[-1] + power * survival)
                 speed = expected[-1] / seconds[length]
-                if speed > best and (not whole or length == len(guess.tokens)):
+                if speed <= best or not (whole or pays(speed * plain, seconds[length] / plain)):
+                    continue
+                if not whole or length == len(guess.tokens):
                     wins, best = length, speed
             self._promised = max(self._promised, expected[-1])
             if wins:

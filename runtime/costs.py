@@ -16,7 +16,7 @@ from .settings import MAX_DRAFT_LENGTH
 # doubling of its rows): what rows cost together cannot be told from one.
 _FIRST_ALONE, _FIRST_TOGETHER = ((4, 8, 2, 1, 3, 0), 2), ((1, 0, 3), 1)
 _RECENT = 7
-_STALE = 64  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once; the
+_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once; the
 # next time after twice as many
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6

@@ -17,6 +17,7 @@ _FIRST_REST, _LONGEST_FIRST_REST, _LONGEST_REST = 16, 64, 256
 _REFRESH = 8
 _PROBE_LENGTH = 2
 _WORTH_TOGETHER = 0.8
+_MARGIN = 1.25
 
 
 class Rest:
@@ -209,6 +210,8 @@ class Pace:
         together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
         speeds = [worth(tokens, len(requests)) / seconds for tokens, seconds in together]
         best = speeds.index(max(speeds))
+        if best and not pays(speeds[best] / speeds[0], self.seconds(rows)[best] / self.seconds(rows)[0]):
+            best = 0
         if best:
             self.rest.end()
         else:
@@ -232,6 +235,13 @@ def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], 
         for width in range(longest + 1)
     ]
     return speeds.index(max(speeds))
+
+
+def pays(faster: float, longer: float) -> bool:
+    """Whether to draft at all for a round that promises to be ``faster`` by that factor and takes ``longer`` by that
+    one. What it takes beyond a round without drafts counts 1.25: near the break-even there is nothing to gain, and
+    estimates err."""
+    return faster * longer > 1.0 + _MARGIN * (longer - 1.0)
 
 
 def worth(tokens: float, rows: int) -> float:
