@@ -43,9 +43,9 @@ def test_watched_drafts_write_the_same_text(most: int | None, monkeypatch: Any) 
     miss, observe = Watch.missed, AutoLength.observe
     monkeypatch.setattr(Watch, "missed", lambda self, place, count: (missed.append(count), miss(self, place, count)))
 
-    def spy(self: AutoLength, tested: int, accepted: int, classes: Any = ()) -> None:
-        taught.append((tested, len(classes)))
-        observe(self, tested, accepted, classes)
+    def spy(self: AutoLength, outcomes: Any, classes: Any = ()) -> None:
+        taught.append((len(outcomes), len(classes)))
+        observe(self, outcomes, classes)
 
     monkeypatch.setattr(AutoLength, "observe", spy)
     settings = Settings(draft="model", max_new_tokens=80, ignore_eos=True)
