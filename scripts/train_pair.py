@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from ..export.quantize import int4_to_rows, rows_to_int4
 from .pair_corpus import END, VOCAB, Corpus, read_corpus
+from .pruning import logits_of, pruned
 
 SEED = 20261120
 CONTEXT = 1024
@@ -212,64 +212,6 @@ def start_from_bigrams(model: LlamaForCausalLM, stream: np.ndarray, steps: int =
             click.echo(f"bigrams: {loss.item():.3f} nats a token", err=True)
 
 
-# ---- pruning ---------------------------------------------------------------------------------------------------------
-def pruned(model: LlamaForCausalLM, layers: int, units: int, stream: np.ndarray) -> tuple[LlamaForCausalLM, list[int]]:
-    """A copy of ``model`` with its best ``layers`` layers and the busiest ``units`` units of each of their MLPs, and
-    which layers these are: what a draft is distilled from (Muralidharan et al. 2407.14679)."""
-    text = torch.from_numpy(stream[: CONTEXT + 1])[None]
-    kept = best_layers(model, layers, text)
-    draft = with_layers(model, kept)
-    keep_units(draft, units, text)
-    return draft, list(kept)
-
-
-def with_layers(model: LlamaForCausalLM, kept: Sequence[int]) -> LlamaForCausalLM:
-    """A copy of ``model`` with only the layers that are ``kept``."""
-    copied = copy.deepcopy(model)
-    copied.model.layers = torch.nn.ModuleList(copied.model.layers[layer] for layer in kept)
-    for place, layer in enumerate(copied.model.layers):
-        layer.self_attn.layer_idx = place
-    copied.config.num_hidden_layers = len(kept)
-    return copied
-
-
-@torch.no_grad()
-def best_layers(model: LlamaForCausalLM, count: int, text: torch.Tensor) -> tuple[int, ...]:
-    """The ``count`` layers of ``model`` that alone agree best with all of it: the highest 1 - TV on ``text``."""
-    p = logits_of(model, text).softmax(-1)
-
-    def agreement(kept: tuple[int, ...]) -> float:
-        q = logits_of(with_layers(model, kept), text).softmax(-1)
-        return float(torch.minimum(p, q).sum(-1).mean())
-
-    return max(itertools.combinations(range(model.config.num_hidden_layers), count), key=agreement)
-
-
-@torch.no_grad()
-def keep_units(model: LlamaForCausalLM, units: int, text: torch.Tensor) -> None:
-    """Leave in every MLP the units that bring most: the root mean square of their activation on ``text`` times the
-    length of their column in the down projection."""
-    mlps = [layer.mlp for layer in model.model.layers]
-    busy: list[torch.Tensor] = []
-    with contextlib.ExitStack() as stack:
-        for mlp in mlps:
-            hook = mlp.down_proj.register_forward_pre_hook(lambda _, given: busy.append(given[0].square().mean((0, 1))))
-            stack.callback(hook.remove)
-        logits_of(model, text)
-    for mlp, square in zip(mlps, busy, strict=True):
-        kept = (square.sqrt() * mlp.down_proj.weight.norm(dim=0)).topk(units).indices.sort().values
-        for linear, columns in ((mlp.gate_proj, False), (mlp.up_proj, False), (mlp.down_proj, True)):
-            weight = linear.weight[:, kept] if columns else linear.weight[kept]
-            linear.weight = torch.nn.Parameter(weight.clone())
-            linear.out_features, linear.in_features = weight.shape
-    model.config.intermediate_size = units
-
-
-# ---- losses and figures ----------------------------------------------------------------------------------------------
-def logits_of(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, model(input_ids=tokens, use_cache=False).logits.float())
-
-
 def next_token_loss(model: Callable[..., Any]) -> Loss:
     return lambda batch: F.cross_entropy(logits_of(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
@@ -414,7 +356,7 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
-    model, kept = pruned(teacher, layers, intermediate, corpus.stream)
+    model, kept = pruned(teacher, layers, intermediate, torch.from_numpy(corpus.stream[: CONTEXT + 1])[None])
     stream = np.concatenate([corpus.stream, own_text(teacher, corpus.stream, OWN_TOKENS)])
     fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)

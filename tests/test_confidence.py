@@ -9,7 +9,7 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.runtime import confidence, drafters
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.confidence import GREEDY_PRIOR, Sureness, Watch, chance_of, sureness
+from leadout.runtime.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch, chance_of, sureness
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibration
 from leadout.runtime.policy import AutoLength, Pace
@@ -113,6 +113,14 @@ def test_watched_drafts_change_no_text_and_stop_at_many_lengths(monkeypatch):
         texts[draft] = collect(Decoder(*toy_pair(7, order=2)).decode(batch), 3)[0]
         assert texts[draft] == alone
     assert texts["model"] == texts["auto"] == texts["none"] and len(lengths) >= 3
+
+
+def test_what_sampled_tokens_teach_is_no_news_of_greedy_ones(monkeypatch):
+    settled(monkeypatch, per_draft=0.02)
+    decoder = Decoder(*toy_pair(7, order=2))
+    collect(decoder.decode([([1, 2, 3], Settings(draft="model", temperature=0.8, rule="block", max_new_tokens=60))]), 1)
+    known = decoder._pace.sureness
+    assert known[False].rates == list(GREEDY_PRIOR) and known[True].rates != list(SAMPLED_PRIOR)
 
 
 def law_of(monkeypatch, rule):

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from leadout.scripts import train_pair  # noqa: E402
+from leadout.scripts import pruning  # noqa: E402
 
-STREAM = np.random.default_rng(0).integers(0, 64, 3000)
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 64, (1, 1025)))
 IDLE_LAYERS, IDLE_UNITS = (1, 2), slice(8, 24)
 
 
@@ -33,12 +33,12 @@ def target() -> LlamaForCausalLM:
 
 def logits(model: LlamaForCausalLM) -> torch.Tensor:
     with torch.no_grad():
-        return train_pair.logits_of(model, torch.from_numpy(STREAM[None, :40]))
+        return pruning.logits_of(model, TEXT[:, :40])
 
 
 def test_what_does_nothing_is_left_out(target: LlamaForCausalLM, tmp_path: Path) -> None:
     before = logits(target)
-    draft, kept = train_pair.pruned(target, 2, 16, STREAM)
+    draft, kept = pruning.pruned(target, 2, 16, TEXT)
     assert kept == [0, 3]
     assert sum(p.numel() for p in draft.model.layers.parameters()) < 0.5 * sum(
         p.numel() for p in target.model.layers.parameters()
@@ -53,7 +53,7 @@ def test_fewer_units_than_matter_are_the_ones_that_bring_most(target: LlamaForCa
     with torch.no_grad():
         for layer in target.model.layers:
             layer.mlp.down_proj.weight[:, 4:] *= 1e-3
-    draft, _ = train_pair.pruned(target, 4, 4, STREAM)
+    draft, _ = pruning.pruned(target, 4, 4, TEXT)
     for mine, all_of in zip(draft.model.layers, target.model.layers, strict=True):
         if all_of.mlp.down_proj.weight.any():
             assert torch.equal(mine.mlp.up_proj.weight, all_of.mlp.up_proj.weight[:4])
