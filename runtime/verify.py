@@ -86,7 +86,7 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
     b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)); h_i = R_i / (R_i + 1 - b_i) with R_i the mass of
     max(b_i p_{i+1} - q_{i+1}, 0); h_K = b_K. Never fewer tokens in expectation than ``rejection``. All drafts are
     looked at, but ``tested`` counts those up to the first not kept, as the other rules do. Given the drafts, the chance
-    that at least i are kept is b_i (their appendix B, by induction from the last).
+    that at least i are kept is b_i, by induction from the last: h_i + (1 - h_i) (b_i - R_i) = b_i.
     """
     expected: list[tuple[float, float]] = []
     weight, row = 1.0, p(0)
