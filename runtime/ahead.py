@@ -99,6 +99,9 @@ class AheadDrafter:
     def room(self, row: Row) -> int:
         return self._model.room(row)
 
+    def behind(self, rows: Items[Row]) -> int:
+        return self._model.behind(rows)
+
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         began = perf_counter()
         if len(rows) == 1:

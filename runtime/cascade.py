@@ -12,7 +12,7 @@ from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter
-from .policy import AutoLength, Pace, pays, worth
+from .policy import BY_DRAFTS, BY_GUESSES, AutoLength, Pace, cap, pays, worth
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .siblings import SiblingsDrafter
@@ -27,24 +27,59 @@ class Plan(NamedTuple):
     """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them.
 
     ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost; none, that it must
-    not be cut.
+    not be cut. ``instead`` is what the row would do where the others' plans make this one a bad one.
     """
 
     by: str = "none"
     tokens: Sequence[int] = ()
     length: int = 0
     expected: Sequence[float] = ()
+    instead: Plan | None = None
 
     @property
     def drafts(self) -> int:
         """How many tokens are going to be drafted."""
         return self.length or len(self.tokens)
 
+    @property
+    def promises(self) -> float:
+        """Tokens of the round."""
+        return self.expected[min(self.drafts, len(self.expected) - 1)] if self.expected else 1.0
+
     def cut(self, longest: int) -> Plan:
         """The same with at most ``longest`` drafts, if it may be cut."""
         if not self.expected or self.drafts <= longest:
             return self
         return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
+
+    def without_model(self) -> Plan:
+        """What the row does where the draft model is not asked, if it need not be."""
+        return (self.instead or Plan()) if self.length and self.expected else self
+
+    def beside_model(self) -> Plan:
+        """What the row does where the draft model is asked anyway, for others."""
+        return self.instead if self.instead is not None and self.instead.promises > self.promises else self
+
+
+def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
+    """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
+    draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
+    than pays for all."""
+    if not any(plan.drafts for plan in plans):
+        return plans
+    ways = [plan.beside_model() for plan in plans], [plan.without_model() for plan in plans]
+    return max((_cut(way, pace) for way in ways), key=lambda found: found[0])[1]
+
+
+def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
+    """What ``plans`` are worth a second where they are cut best, and so cut."""
+    rows, modelled = len(plans), any(plan.length for plan in plans)
+    seconds = pace.seconds(rows) if modelled else pace.seconds_without_draft(rows)
+    ahead = BY_DRAFTS if modelled else BY_GUESSES
+    wanted = [(plan.expected, plan.drafts) if plan.expected else ((1.0,), 0) for plan in plans]
+    fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
+    speed, longest = cap(wanted, seconds, fixed, ahead)
+    return speed, [plan.cut(longest) for plan in plans]
 
 
 @dataclass(slots=True)
@@ -148,11 +183,17 @@ class Cascade:
                 length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
             self._spent = perf_counter() - started
         self._otherwise, self._saved = promised if length else 0.0, 0.0
-        if length and (promised > speed or not self._plan.tokens):
+        if length:
             forced = self._fixed is not None or promised == math.inf
             expected = () if forced or self._model is None else self._model.tokens
-            self._plan = Plan("model", length=length, expected=expected)
+            guess, plan = self._plan, Plan("model", length=length, expected=expected)
+            better = promised > speed or not guess.tokens
+            self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
         return self._plan
+
+    def settle_on(self, plan: Plan) -> None:
+        """What became of the plan among those of other rows."""
+        self._plan = plan
 
     def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits, drafts: Sequence[int] = ()) -> None:
         """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``;
@@ -179,7 +220,7 @@ class Cascade:
         rows, steps = len(drafts), self._pace.steps(len(drafts))
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
-        gained = worth(tokens * otherwise + rows - 1, rows) - rows
+        gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
         return gained * plain / rows - longer / (rows - drafts.count(0))
 
     def _settle_promises(self, new: Sequence[int]) -> None:

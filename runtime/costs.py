@@ -20,6 +20,9 @@ _STALE = 256  # rounds: a length of the start-up measurement that was not used f
 # next time after twice as many
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
+PARTS = ("target", "draft", "catch-up", "host")
+_LEAST = 1e-6  # seconds: a difference of measurements is never less
+_ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
 
@@ -37,7 +40,7 @@ class Recent(deque[float]):
 
 
 class Step(NamedTuple):
-    """What was paid for: ``part`` target, draft or host; of the draft and the host ``width`` is always 1."""
+    """What was paid for: ``part`` is one of ``PARTS``; of all but the target ``width`` is always 1."""
 
     part: str
     rows: int
@@ -58,10 +61,10 @@ class Cost:
 
 class Costs:
     """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
-    logits, of which there are as many) by rows, context and width, one step of the draft by rows and context, and the
-    host's part of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known
-    of a place in the table is taken from the nearest places that were measured, scaled by what both know. ``counts``
-    says how often each was paid."""
+    logits, of which there are as many) by rows, context and width, one step of the draft by rows and context, a token
+    of text that a draft had missed while others drafted, and the host's part of a round by rows. Recording is cheap,
+    for every round does it; looking up is not. What is not known of a place in the table is taken from the nearest
+    places that were measured, scaled by what both know. ``counts`` says how often each was paid."""
 
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
@@ -85,27 +88,44 @@ class Costs:
         self._samples[place] += 1
         self._used[place] = self._round
 
-    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
-        if steps:
-            self._record(Step("draft", rows, context_bucket(past), 1), seconds / steps, steps)
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
+        """``steps`` of the draft, the first of which took in ``lag`` committed tokens that a row of it lacked."""
+        if not steps:
+            return
+        step = Step("draft", rows, context_bucket(past), 1)
+        if lag <= _ONE_STEP:
+            self._record(step, seconds / steps, steps)
+        elif known := self.draft(rows, past):
+            late = rows * (lag - _ONE_STEP)  # a step is a rectangle
+            self.counts[step] += steps
+            self._record(Step("catch-up", rows, 0, 1), max(_LEAST, seconds - steps * known) / late, late)
 
     def record_host(self, rows: int, seconds: float) -> None:
         """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
         self._record(Step("host", rows, 0, 1), seconds)
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
-        """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them the
-        nearest, and never more than a wider step costs (a width that was last measured in a bad moment would else
-        be avoided for good). None while nothing was measured."""
+        """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them as much
+        more as a token took on average below, and never more than a wider step costs (a width that was last measured
+        in a bad moment would else be avoided for good). None while nothing was measured."""
         if not (known := self._known("target", rows, context_bucket(past))):
             return None
-        line = np.interp(_WIDTHS, sorted(known), [known[width] for width in sorted(known)])
+        widths = sorted(known)
+        least, most = widths[0], widths[-1]
+        line = np.interp(_WIDTHS, widths, [known[width] for width in widths])
+        if most > least:
+            line += max(0.0, known[most] - known[least]) / (most - least) * np.maximum(0, _WIDTHS - most)
         monotone: list[float] = np.minimum.accumulate(line[::-1])[::-1].tolist()
         return monotone
 
     def draft(self, rows: int, past: int = 0) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""
         return self._known("draft", rows, context_bucket(past)).get(1, 0.0)
+
+    def catch_up(self, rows: int, lag: int) -> float:
+        """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks; 0 while that was
+        never measured."""
+        return rows * max(0, lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, 0.0)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""
@@ -127,9 +147,9 @@ class Costs:
 
     def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each costs now."""
-        total = {"target": 0.0, "draft": 0.0, "host": 0.0}
+        total = dict.fromkeys(PARTS, 0.0)
         for (part, rows, bucket, width), count in counts.items():
-            total[part] += count * median_low(self._tables[part][rows, bucket][width])
+            total[part] += count * self._known(part, rows, bucket)[width]
         return total
 
     def measured(self) -> list[Cost]:

@@ -15,13 +15,13 @@ from ..errors import UsageError
 from . import judging, trees, verify
 from .admission import check_request
 from .ahead import AheadDrafter, drafts_ahead
-from .cascade import Cascade, Commons, Plan
+from .cascade import Cascade, Commons, Plan, together
 from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
 from .noise import Noise
-from .policy import AutoLength, FixedLength, Pace, Policy, cap
+from .policy import AutoLength, FixedLength, Pace, Policy
 from .prefill import prefill
 from .sampling import Chain, Sampler
 from .sequence import FinishReason, Row, Sequence, StopMatcher
@@ -31,8 +31,6 @@ from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
-
-IN_STEP = 2  # committed tokens that a draft in use lacks, at most; what a rested one makes up for is not its price
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +201,9 @@ class Decoder:
             lengths, watch = self._watched(rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
-            if self._drafting is self._model and self._drafting.lag <= IN_STEP:
+            if (model := self._drafting) is self._model:
                 took = perf_counter() - started
-                self.costs.record_draft(len(rows), self._drafting.steps, took, mean_context(rows))
+                self.costs.record_draft(len(rows), model.steps, took, mean_context(rows), model.lag)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -225,8 +223,8 @@ class Decoder:
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
-    def _plan(self, rows: list[Row]) -> list[Plan]:
-        self._pace.tick(mean_context(rows))
+    def _plan(self, rows: list[Row]) -> Items[Plan]:
+        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting else 0)
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
@@ -235,16 +233,13 @@ class Decoder:
             else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
-        return self._cut(plans) if len(rows) > 1 and any(plan.drafts for plan in plans) else plans
-
-    def _cut(self, plans: list[Plan]) -> list[Plan]:
-        """No row's long draft makes the others' step wider than all together gain by it."""
-        wanted = [(plan.expected, plan.drafts) if plan.expected else ((1.0,), 0) for plan in plans]
-        fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
-        modelled = any(plan.length for plan in plans)
-        seconds = (self._pace.seconds if modelled else self._pace.seconds_without_draft)(len(plans))
-        longest = cap(wanted, seconds, fixed)
-        return [plan.cut(longest) for plan in plans]
+        if len(rows) == 1:
+            return plans
+        best = together(plans, self._pace)
+        for row, plan in zip(rows, best, strict=True):
+            if row.cascade is not None:
+                row.cascade.settle_on(plan)
+        return best
 
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]

@@ -73,6 +73,10 @@ class Drafter(Protocol):
         """The longest draft it can give this row now."""
         ...
 
+    def behind(self, rows: Items[Row]) -> int:
+        """How many committed tokens it lacks of the row of which it lacks most."""
+        ...
+
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         """Up to lengths[b] tokens for row b, fewer if ``watch`` says so; an empty draft where that is 0. Commits
         nothing."""
@@ -118,6 +122,10 @@ class ModelDrafter:
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
+
+    def behind(self, rows: Items[Row]) -> int:
+        pairs = zip(rows, self._valid, strict=False)
+        return max((r.sequence.length - n for r, n in pairs if r.settings.draft in MODEL_DRAFTS), default=0)
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         if len(rows) == 1:

@@ -61,6 +61,11 @@ class ForeignDrafter(ModelDrafter):
             return 0
         return max(0, self._stepper.engine.spec.max_context + 1 - len(transcript.own))
 
+    def behind(self, rows: Items[Row]) -> int:
+        known = (self._transcripts.get(row.index) for row in rows)
+        pairs = zip(known, self._cached, strict=False)
+        return max((len(text.own) - len(cached) for text, cached in pairs if text is not None), default=0)
+
     watches = False  # a string-level draft's tokens are known only at its end
     resumes = False
 

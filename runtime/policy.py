@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
@@ -13,43 +13,53 @@ from .verify import Outcomes
 _FIRST_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
-_FIRST_REST, _LONGEST_FIRST_REST, _LONGEST_REST = 16, 64, 256
-_REFRESH = 8
+_FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
+_REFRESH, _FRESH = 8, 16
 _PROBE_LENGTH = 2
-_WORTH_TOGETHER = 0.8
+# What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
+# and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
+# draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
+BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.25
 
 
 class Rest:
-    """The off switch, shared by all rows of a decoder because they share its steps. When drafting does not pay it
-    rests for 16 rounds, then is tried once; each failed try doubles the rest, up to 256 rounds."""
+    """The off switch, shared by all rows of a decoder because they share its steps. Where drafting does not pay it
+    rests, and is tried again once a try costs no more than 1/32 of the time it has rested since the last. Each failed
+    try halves that share, down to 1/512. (A draft that rested has all that was written meanwhile to make up for. Where
+    that alone takes more than such a share of writing it, the next text is tried, of which it lacks nothing.)"""
 
     def __init__(self) -> None:
-        self._left, self._next = 0, _FIRST_REST
+        self.resting = self._tried = False
+        self._share, self._rested = _FIRST_SHARE, 0.0
 
-    def tick(self) -> None:
-        """A round begins."""
-        self._left = max(0, self._left - 1)
+    def tick(self, seconds: float) -> None:
+        """Another round of rest, which takes that long."""
+        self._rested += seconds
 
-    @property
-    def resting(self) -> bool:
-        return self._left > 1
+    def affords(self, price: float) -> bool:
+        """Whether a try that costs ``price`` seconds is due."""
+        return self._share * self._rested >= price
 
-    @property
-    def trying(self) -> bool:
-        return self._left == 1
+    def attempt(self) -> None:
+        """It is tried; the next round knows what came of it."""
+        self.resting, self._tried, self._rested = False, True, 0.0
 
     def begin(self) -> None:
         """Drafting does not pay now."""
-        self._left, self._next = self._next + 1, min(2 * self._next, _LONGEST_REST)
+        if self._tried:
+            self._share = max(_LEAST_SHARE, self._share / 2)
+        self.resting, self._tried = True, False
 
     def restart(self) -> None:
-        """The text is another one: on, but where drafting did not pay before, the first rest is longer."""
-        self._left, self._next = 0, min(self._next, _LONGEST_FIRST_REST)
+        """The text is another one: on, if what is known says so; and where drafting did not pay before, the first try
+        is not put off for as long."""
+        self.resting = self._tried = False
+        self._share = max(self._share, _SHARE_OF_A_NEW_TEXT)
 
     def end(self) -> None:
         """Drafting pays."""
-        self._next = _FIRST_REST
+        self._share, self._tried = _FIRST_SHARE, False
 
 
 class Acceptance:
@@ -111,7 +121,7 @@ class Pace:
         self.rows = 1  # that share the round's step
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
-        self._round = self._past = 0
+        self._round = self._past = self._lag = 0
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
@@ -121,14 +131,15 @@ class Pace:
         """New requests begin: the switch is on."""
         self.rest.restart()
 
-    def tick(self, past: int = 0) -> None:
-        """A round begins, on contexts of ``past`` tokens on average. Costs change slowly: those looked up serve for 8
-        rounds."""
-        self.rest.tick()
+    def tick(self, past: int = 0, lag: int = 0) -> None:
+        """A round begins, on contexts of ``past`` tokens on average, of which the draft lacks ``lag``. Costs change
+        slowly: those looked up serve for 8 rounds."""
+        if self.rest.resting:
+            self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
-        self._past = past
+        self._past, self._lag = past, lag
         self._first.clear()
-        if self._round % _REFRESH == 0 or self._round < _FIRST_REST:
+        if self._round % _REFRESH == 0 or self._round < _FRESH:
             for table in (self._steps, self._free, self._modelled):
                 table.clear()
 
@@ -195,20 +206,26 @@ class Pace:
             took += (_PRIOR_WEIGHT * seconds[length] + seen.seconds) / (_PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
+    def _tries(self, rows: int) -> bool:
+        """Whether a try after a rest is due: it costs what it takes, for it may bring nothing."""
+        seconds, late = self.seconds(rows), self.costs.catch_up(rows, self._lag)
+        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + late)
+
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
-        if longest <= 0 or self.rest.resting:
+        if longest <= 0 or (self.rest.resting and not self._tries(rows)):
             return 0
         reach = max(request.reach for request, _ in requests)
         if (first := self.first_length(min(longest, reach), rows)) is not None:
             self.explores = True
             return first
-        if self.rest.trying:
+        if self.rest.resting:
+            self.rest.attempt()
             self.explores = True
             return _PROBE_LENGTH
         together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
-        speeds = [worth(tokens, len(requests)) / seconds for tokens, seconds in together]
+        speeds = [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
         best = speeds.index(max(speeds))
         if best and not pays(speeds[best] / speeds[0], self.seconds(rows)[best] / self.seconds(rows)[0]):
             best = 0
@@ -220,21 +237,24 @@ class Pace:
         return best
 
 
-def cap(plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int) -> int:
+def cap(
+    plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int, ahead: float
+) -> tuple[float, int]:
     """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
-    argmax of (what the expected tokens of all are worth) / (expected seconds).
+    argmax of (what the expected tokens of all are worth) / (expected seconds). That maximum, then the length.
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
     it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest
-    draft that may not be cut.
+    draft that may not be cut; ``ahead`` as for ``worth``.
     """
     longest = max(length for _, length in plans)
     speeds = [
-        worth(sum(expected[min(width, length, len(expected) - 1)] for expected, length in plans), len(plans))
+        worth([expected[min(width, length, len(expected) - 1)] for expected, length in plans], ahead)
         / seconds[max(width, fixed)]
         for width in range(longest + 1)
     ]
-    return speeds.index(max(speeds))
+    best = max(speeds)
+    return best, speeds.index(best)
 
 
 def pays(faster: float, longer: float) -> bool:
@@ -244,22 +264,21 @@ def pays(faster: float, longer: float) -> bool:
     return faster * longer > 1.0 + _MARGIN * (longer - 1.0)
 
 
-def worth(tokens: float, rows: int) -> float:
-    """What a round's expected ``tokens`` count for. In a batch one beyond a row's first counts 0.8: rows that write
-    faster leave sooner, those that do not stay, and a step of fewer rows saves less than the share of those that left
-    (0.7 to 0.85 of it, measured with 4 and 16 rows)."""
-    return tokens if rows == 1 else rows + _WORTH_TOGETHER * (tokens - rows)
+def worth(tokens: Sequence[float], ahead: float) -> float:
+    """What a round counts for in which the rows of a batch expect so many ``tokens`` each: those that a row has beyond
+    the slowest count ``ahead`` (``BY_DRAFTS``, ``BY_GUESSES``)."""
+    if len(tokens) == 1:
+        return tokens[0]
+    slowest = len(tokens) * min(tokens)
+    return slowest + ahead * (sum(tokens) - slowest)
 
 
-def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> list[float]:
-    """Expected tokens of a round of all requests with drafts of 0, 1, 2, ..., each up to its limit; as long as
+def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> Iterable[Sequence[float]]:
+    """Expected tokens of each request in a round with drafts of 0, 1, 2, ..., each up to its limit; as long as
     anything is added."""
     each = [request.tokens[: max(limit, 0) + 1] for request, limit in requests]
-    if len(each) == 1:
-        return each[0]
     longest = max(map(len, each))
-    padded = [tokens + tokens[-1:] * (longest - len(tokens)) for tokens in each]
-    return [sum(column) for column in zip(*padded, strict=True)]
+    return zip(*(tokens + tokens[-1:] * (longest - len(tokens)) for tokens in each), strict=True)
 
 
 class FixedLength:

@@ -19,14 +19,13 @@ from pathlib import Path
 
 from ..bundle import MANIFEST, Bundle, parse
 from ..errors import BundleError
-from .costs import Cost
+from .costs import PARTS, Cost
 from .settings import MAX_DRAFT_LENGTH
 
 FORMAT = 1
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
-_PARTS = ("target", "draft", "host")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,8 +133,8 @@ def _check(cost: Cost, path: Path) -> None:
         "width": (1, MAX_DRAFT_LENGTH + 1),
         "seconds": (1e-9, _LONGEST),
     }
-    if cost.part not in _PARTS:
-        raise BundleError(f"{path}: part '{cost.part}' is unknown (one of: {', '.join(_PARTS)})")
+    if cost.part not in PARTS:
+        raise BundleError(f"{path}: part '{cost.part}' is unknown (one of: {', '.join(PARTS)})")
     for name, (low, high) in ranges.items():
         if not (math.isfinite(value := getattr(cost, name)) and low <= value <= high):
             raise BundleError(f"{path}: {name} must be from {low:g} to {high:g}, not {value:g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_PATIENCE, _LEAST_PATIENCE = 16, 8  # rounds in a row that may cost more than they save
+_PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
 _TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
 _FIRST_NAP, _LONGEST_NAP = 4, 16
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0

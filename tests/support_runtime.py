@@ -186,7 +186,7 @@ class FixedCosts(Costs):
     def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
         pass
 
-    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0) -> None:
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
         pass
 
     def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:

@@ -110,7 +110,7 @@ def test_a_kept_draft_takes_no_steps_and_a_dropped_one_leaves_the_cache_right(mo
         who = run([([1, 2], Settings(max_new_tokens=70))], pair=(toy_pair(11)[0], toy_pair(11)[0]), eos=())[2]
         assert who.tried == who.kept > 10, "also where a draft made ahead is cut"
     charged: list[int] = []
-    monkeypatch.setattr(Costs, "record_draft", lambda self, rows, steps, seconds, past: charged.append(steps))
+    monkeypatch.setattr(Costs, "record_draft", lambda self, rows, steps, *others: charged.append(steps))
     requests = [([1, 2], Settings(max_new_tokens=40, draft_length=4))]
     with monkeypatch.context() as patch:
         come_as_far_as(patch, 2)

@@ -287,9 +287,19 @@ def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     monkeypatch.setattr(
         Pace, "lengths", lambda self, policies, limits, rows: [min(limits[0], 2 * (next(round_of) > 5))]
     )
-    monkeypatch.setattr(Costs, "record_draft", lambda self, rows, steps, seconds, past=0: recorded.append(steps))
+    monkeypatch.setattr(Costs, "record_draft", lambda self, *given: recorded.append(given))
     target, draft = toy_pair()
     events = Decoder(target, draft).decode([([1, 2, 3], Settings(max_new_tokens=30, ignore_eos=True))])
     stats = [event.stats for event in events][-1]
-    assert stats.by_drafter["none"]["rounds"] >= 6
-    assert len(recorded) == stats.by_drafter["model"]["rounds"] - 1, "all but the first after the rest"
+    rests = stats.by_drafter["none"]["rounds"]
+    lags = [lag for _, _, _, _, lag in recorded]
+    assert rests >= 6 and len(recorded) == stats.by_drafter["model"]["rounds"]
+    assert lags[0] == rests and max(lags[1:]) <= 2, "what it had missed, and then no more than a round leaves"
+    monkeypatch.undo()
+    costs = Costs()
+    costs.record_draft(2, 4, 4.0)
+    assert costs.catch_up(2, 12) == 0.0, "not known yet"
+    costs.record_draft(2, 3, 3.0 + 10.0, 0, 12)
+    assert costs.draft(2) == 1.0 and costs.price(costs.counts) == {"target": 0, "draft": 7.0, "catch-up": 10.0, "host": 0}
+    assert [costs.catch_up(2, lag) for lag in (1, 2, 3, 22)] == [0.0, 0.0, 1.0, 20.0]
+    assert costs.catch_up(8, 22) == 80.0, "a step is a rectangle"

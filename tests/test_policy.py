@@ -130,7 +130,7 @@ def test_costs_are_middles_and_between_widths_lines():
         table.record_target(1, 2, seconds)
     table.record_target(1, 6, 3.1)
     curve = table.target(1)
-    assert [curve[width] for width in (1, 2, 4, 6, 9)] == pytest.approx([1.1, 1.1, 2.1, 3.1, 3.1])
+    assert [curve[width] for width in (1, 2, 4, 6, 9)] == pytest.approx([1.1, 1.1, 2.1, 3.1, 4.6]), "beyond, on"
     assert table.target(7) == curve
     table.record_draft(1, 0, 5.0)
     table.record_draft(1, 2, 5.0)
@@ -191,12 +191,18 @@ def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
 def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     seconds = [1 + 0.2 * length for length in range(17)]
     sure, unsure = [1 + 0.99 * length for length in range(17)], [1.0, 1.3]
-    assert cap([(sure, 16)], seconds, 0) == 16
-    assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 0) == 1, "the seven wait for nothing else"
-    assert cap([(sure, 16), *[(unsure, 1)] * 2], seconds, 0) == 16
-    assert cap([([1.0, 1.25], 1)], seconds, 0) == 1, "alone, any gain is one"
-    assert cap([([1.0, 1.24], 1)] * 4, seconds, 0) == 0, "together a token more is worth less than a row's first"
-    assert cap([(sure, 16), *[(unsure, 1)] * 7], seconds, 12) == 12, "a fixed draft has made the step that wide"
+
+    def longest(plans, fixed=0):
+        return cap(plans, seconds, fixed, 0.8)[1]
+
+    assert longest([(sure, 16)]) == 16
+    assert longest([(sure, 16), *[(unsure, 1)] * 7]) == 1, "the seven wait for nothing else"
+    assert longest([(sure, 16), *[(unsure, 1)] * 2]) == 16
+    assert longest([([1.0, 1.25], 1)] * 4) == 1, "alone or equal, any gain is one"
+    ahead, none = ([1.0, 2.1], 1), ([1.0], 0)
+    assert longest([ahead, *[none] * 3]) == 1 and longest([ahead, *[none] * 4]) == 0, "(1.1 * 0.8 + n) / 1.2 > n"
+    assert longest([(sure, 16), *[(unsure, 1)] * 7], 12) == 12, "a fixed draft has made the step that wide"
+    assert cap([(sure, 16)], seconds, 0, 0.8)[0] == pytest.approx(sure[16] / seconds[16])
 
 
 def test_contexts_cost_alike_up_to_each_doubling():
@@ -239,11 +245,12 @@ def test_a_bill_is_what_was_counted_at_what_it_costs():
         table.record_target(1, 5, seconds, 300)
     table.record_draft(1, 4, 2.0)
     table.record_host(1, 0.25)
-    assert table.price(table.counts) == pytest.approx({"target": 6.0, "draft": 2.0, "host": 0.25})
+    bill = {"target": 6.0, "draft": 2.0, "catch-up": 0.0, "host": 0.25}
+    assert table.price(table.counts) == pytest.approx(bill)
 
 
 def test_a_draft_longer_than_anything_is_expected_of_it_adds_nothing() -> None:
-    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0) == 2
+    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0, 0.8)[1] == 2
 
 
 def test_what_drafting_costs_counts_for_more_than_it_is():

@@ -17,7 +17,7 @@ from support_runtime import collect, toy_pair
 from leadout.bundle import Bundle
 from leadout.errors import BundleError
 from leadout.runtime import tuned
-from leadout.runtime.costs import Cost, Costs
+from leadout.runtime.costs import PARTS, Cost, Costs
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
@@ -80,7 +80,7 @@ def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
     del widths[1]  # of the draft and the host
     assert set(widths) == set(range(2, 18)) and sweep.rounds == sum(widths.values())
     assert max(widths.values()) <= 3 * min(widths[width] for width in range(3, 17)), widths
-    assert {cost.part for cost in sweep.costs.measured()} == {"target", "draft", "host"}
+    assert {cost.part for cost in sweep.costs.measured()} == set(PARTS)
 
 
 def test_costs_are_kept_per_device(bundle: Path) -> None:

@@ -59,7 +59,7 @@ def test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_pri
     for _ in range(4):
         vigil = Vigil(habit)
         lengths.append(len(asked(vigil, 0.0, 17)))
-    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 8
+    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 4
     asked(Vigil(habit), 2.0, 1)
     assert habit.patience == 16, "reversible"
     habit.record(1000.0)
@@ -71,8 +71,8 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     choose(chooser, 8, 0)
     assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4)
     assert chooser._savings([2], 1) == pytest.approx(-0.4)
-    assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.4), "three rows wait"
-    assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.1)
+    assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.4), "three rows wait"
+    assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.1)
     chooser._otherwise = 2.0
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
