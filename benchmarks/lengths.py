@@ -3,6 +3,7 @@
     python benchmarks/lengths.py bundles/demo --limit 20
     python benchmarks/lengths.py bundles/demo --temperature 1 --draft ngram --lengths 1 2 4 8 --json lengths.json
     python benchmarks/lengths.py bundles/demo --by-kind  # a table for each kind of text in kinds.jsonl
+    python benchmarks/lengths.py bundles/demo --by-kind --priced grown-int8  # on the prices of devices.json: no noise
 
 Rates are tokens per second after the prompt, over all prompts; ``of plain`` divides by the fastest plain decode
 (width 1, exactness off), ``of best`` by the best fixed length.
@@ -13,8 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+from devices import SEED, priced
 
 import leadout
 from leadout.runtime.bench import Bench, Group, Totals, surroundings
@@ -31,10 +35,15 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--draft", default="model")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
     parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args()
+    options.plain = None
     result = {}
-    with leadout.load(options.bundle, threads=options.threads) as pair:
+    with ExitStack() as stack:
+        pair = stack.enter_context(leadout.load(options.bundle, threads=options.threads))
+        if options.priced:
+            options.plain = stack.enter_context(priced(pair, None, options.priced))
         for kind, prompts in prompts_of(pair, options).items():
             result[kind] = sweep(pair, prompts[: options.limit], options)
             print(f"{kind}\n{table(result[kind])}", flush=True)
@@ -59,7 +68,8 @@ def prompts_of(pair: leadout.Pair, options: argparse.Namespace) -> dict[str, Gro
 def sweep(pair: leadout.Pair, prompts: Group, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second and tokens a round of every length, prompt after prompt."""
     settings = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "draft": options.draft}
-    runs = {str(n): Bench(pair, settings | {"draft_length": n}) for n in (*options.lengths, "auto")}
+    settings |= {"seed": SEED} if options.priced else {}
+    runs = {str(n): Bench(pair, settings | {"draft_length": n}, 1, options.plain) for n in (*options.lengths, "auto")}
     totals = {name: Totals() for name in ("plain", *runs)}
     plain = next(iter(runs.values()))
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first time warms up

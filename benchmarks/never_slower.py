@@ -2,11 +2,12 @@
 
     python benchmarks/never_slower.py bundles/demo --limit 8
     python benchmarks/never_slower.py bundles/demo bundles/demo-int8 --useless --json grid.json
+    python benchmarks/never_slower.py bundles/demo-int8 --priced demo-int8 --limit 4
 
 Each cell is tokens per second of ``--draft auto`` over those of the fastest plain decode of as many rows (width 1,
 exactness off), the median over groups that alternate in one process. ``--useless`` replaces what the draft model says
-by noise, at its full price. Batches larger than ``--limit`` take prompts of all kinds. Exit code 1 if a cell is below
-0.97.
+by noise, at its full price. Batches larger than ``--limit`` take prompts of all kinds. With ``--priced`` steps take
+what a table of ``devices.json`` says: no noise, the same on every machine. Exit code 1 if a cell is below 0.97.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from devices import SEED, priced
 
 import leadout
 from leadout.engines import Engine, Logits, Tokens
@@ -55,6 +58,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--useless", action="store_true", help="with a draft model that says noise")
     parser.add_argument("--no-exact", action="store_true", help="without the price of exactness")
+    parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
     parser.add_argument("--json", type=Path, help="write the cells to this file")
     options = parser.parse_args()
     cells = []
@@ -65,7 +69,8 @@ def main() -> None:
     below = [cell for cell in cells if cell["speedup"] < LIMIT]
     print(f"{len(cells)} cells, {len(below)} below {LIMIT}; the least {min(cell['speedup'] for cell in cells):.2f}")
     if options.json:
-        result = {"useless": options.useless, "exact": not options.no_exact, "cells": cells} | surroundings()
+        how = {"useless": options.useless, "exact": not options.no_exact, "priced": options.priced}
+        result = how | {"cells": cells} | surroundings()
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if below else 0)
 
@@ -73,7 +78,11 @@ def main() -> None:
 def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One cell after the other."""
     kinds = defaultdict(list)
-    with leadout.load(bundle, exact=not options.no_exact) as pair, bare_target(pair, "cpu", None, "auto") as plain:
+    with ExitStack() as stack:
+        pair = stack.enter_context(leadout.load(bundle, exact=not options.no_exact))
+        plain = stack.enter_context(bare_target(pair, "cpu", None, "auto"))
+        if options.priced:
+            plain = stack.enter_context(priced(pair, plain, options.priced))
         if options.useless and pair.draft is not None:
             pair.draft = Useless(pair.draft)
         for line in options.prompts.read_text(encoding="utf-8").splitlines():
@@ -82,6 +91,7 @@ def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         mixed = [prompt for each in zip(*kinds.values(), strict=False) for prompt in each]
         for temperature, batch in itertools.product(options.temperatures, options.batches):
             settings = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "ignore_eos": True}
+            settings |= {"seed": SEED} if options.priced else {}
             bench = Bench(pair, settings, batch, plain)
             for kind, prompts in sorted(kinds.items()) if batch <= options.limit else [("all", mixed)]:
                 report = bench.run(prompts[: max(options.limit, batch)])

@@ -12,7 +12,8 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from threading import Lock
 from time import perf_counter
@@ -20,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from ..engines import Engine, Logits, ModelSpec, Tokens
-from ..engines.base import Sight, TreeEngine
+from ..engines import Engine, Tokens
+from ..engines.wrapped import Wrapped
 from .costs import Costs, Step
 from .decoder import Decoder
 from .divergence import first_divergence
@@ -54,51 +55,16 @@ class Watch:
                 self.seconds += perf_counter() - self._since
 
 
-class Timed:
+class Timed(Wrapped):
     """An engine whose rounds are timed: a step wider than any draft, or on an empty cache, is a prompt's and not
-    counted. Everything else is the engine's own."""
+    counted. (A draft that catches up with others' tokens in such a step looks like a prompt, too.)"""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
-        self.engine, self.watch = engine, watch
+        super().__init__(engine)
+        self.watch = watch
 
-    @property
-    def spec(self) -> ModelSpec:
-        return self.engine.spec
-
-    @property
-    def batch(self) -> int:
-        return self.engine.batch
-
-    @property
-    def capacity(self) -> int:
-        return self.engine.capacity
-
-    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
-        if tokens.shape[1] > MAX_DRAFT_LENGTH + 1 or not past_lens[0]:
-            return self.engine.forward(tokens, past_lens, logit_index)
-        with self.watch:
-            return self.engine.forward(tokens, past_lens, logit_index)
-
-    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
-        assert isinstance(self.engine, TreeEngine)
-        with self.watch:
-            return self.engine.forward_tree(tokens, past_lens, sees)
-
-    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
-        assert isinstance(self.engine, TreeEngine)
-        self.engine.compact(row, past_len, kept)
-
-    def reserve(self, capacity: int) -> None:
-        self.engine.reserve(capacity)
-
-    def reset(self, batch: int) -> None:
-        self.engine.reset(batch)
-
-    def copy_row(self, source: int, destination: int) -> None:
-        self.engine.copy_row(source, destination)
-
-    def close(self) -> None:
-        self.engine.close()
+    def step(self, rows: int, width: int, past: int) -> AbstractContextManager[object]:
+        return self.watch if width <= MAX_DRAFT_LENGTH + 1 and past else nullcontext()
 
 
 @dataclasses.dataclass(slots=True)

@@ -39,7 +39,7 @@ class Sweep(Decoder):
     def _policy(self, settings: Settings) -> Policy:
         return self._fixed
 
-    def _plan(self, rows: list[Row]) -> list[Plan]:
+    def _plan(self, rows: list[Row]) -> Sequence[Plan]:
         self._fixed.fixed = next(self._lengths)
         self.rounds += 1
         return super()._plan(rows)

@@ -300,6 +300,11 @@ def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     costs.record_draft(2, 4, 4.0)
     assert costs.catch_up(2, 12) == 0.0, "not known yet"
     costs.record_draft(2, 3, 3.0 + 10.0, 0, 12)
-    assert costs.draft(2) == 1.0 and costs.price(costs.counts) == {"target": 0, "draft": 7.0, "catch-up": 10.0, "host": 0}
+    assert costs.draft(2) == 1.0 and costs.price(costs.counts) == {
+        "target": 0,
+        "draft": 7.0,
+        "catch-up": 10.0,
+        "host": 0,
+    }
     assert [costs.catch_up(2, lag) for lag in (1, 2, 3, 22)] == [0.0, 0.0, 1.0, 20.0]
     assert costs.catch_up(8, 22) == 80.0, "a step is a rectangle"

@@ -1,0 +1,68 @@
+"""Decides nothing: an engine around another, for who wants to know of its steps or to say what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from .base import Engine, LogitRow, Logits, ModelSpec, RowEngine, Sight, Tokens, TreeEngine
+
+
+class Wrapped:
+    """``engine`` with ``step`` around each of its steps; all else is the engine's own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def step(self, rows: int, width: int, past: int) -> AbstractContextManager[object]:
+        """What stands around a step of ``width`` tokens in each of ``rows`` rows, the first on ``past`` tokens."""
+        return nullcontext()
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.engine.spec
+
+    @property
+    def batch(self) -> int:
+        return self.engine.batch
+
+    @property
+    def capacity(self) -> int:
+        return self.engine.capacity
+
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        rows, width = tokens.shape
+        with self.step(rows, width, past_lens[0]):
+            return self.engine.forward(tokens, past_lens, logit_index)
+
+    @property
+    def last_row(self) -> Callable[[Sequence[int], int], LogitRow] | None:
+        """``RowEngine.last_row``, if the engine has it."""
+        return self._last_row if isinstance(self.engine, RowEngine) else None
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        assert isinstance(self.engine, TreeEngine)
+        rows, width = tokens.shape
+        with self.step(rows, width, past_lens[0]):
+            return self.engine.forward_tree(tokens, past_lens, sees)
+
+    def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
+        assert isinstance(self.engine, TreeEngine)
+        self.engine.compact(row, past_len, kept)
+
+    def reserve(self, capacity: int) -> None:
+        self.engine.reserve(capacity)
+
+    def reset(self, batch: int) -> None:
+        self.engine.reset(batch)
+
+    def copy_row(self, source: int, destination: int) -> None:
+        self.engine.copy_row(source, destination)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
+        assert isinstance(self.engine, RowEngine)
+        with self.step(1, len(tokens), past_len):
+            return self.engine.last_row(tokens, past_len)

@@ -1,0 +1,120 @@
+"""What the controller gains and loses where steps take what a table says: no noise, so that 0.97 is 0.97."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from leadout.engines.base import Logits
+from leadout.engines.priced import Clock, Priced, Prices
+from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.errors import UsageError
+from leadout.runtime import ahead, bench, cascade, decoder, stats
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.settings import Settings
+from leadout.runtime.steps import Stepper
+
+VOCAB, TEXTS, LENGTH = 61, 3, 96
+DEVICES = ("demo-int8", "grown-int8")
+
+
+@pytest.fixture
+def clock():
+    with ExitStack() as stack:
+        made = Clock()
+        stack.enter_context(made.told((ahead, bench, cascade, decoder, stats)))
+        yield made
+
+
+@pytest.fixture
+def prices(root: Path):
+    return lambda name: Prices.read(root / "benchmarks" / "devices.json", name)
+
+
+def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS):
+    """Tokens per second after a text that warms up: of a draft that agrees with its target but for ``share``."""
+    laws = [table_law(VOCAB, seed=seed, order=2, sharpness=3.0, rows=4001) for seed in (1, 2)]
+    target = Priced(ToyEngine(laws[0], VOCAB, max_context=256), clock, prices.target)
+    model = Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
+    decode = Decoder(target, None if draft == "none" else model, exact=False).decode
+    options = {"draft": draft, "draft_length": length, "temperature": temperature}
+    if temperature and draft != "none":
+        options["rule"] = "block"
+    tokens = seconds = 0.0
+    for text in range(texts + 1):
+        each = [Settings(max_new_tokens=LENGTH, ignore_eos=True, seed=10 * text + i, **options) for i in range(rows)]
+        for event in decode([([1, 2, text, i], settings) for i, settings in enumerate(each)]):
+            if text and event.stats is not None:
+                tokens += event.stats.tokens
+                seconds += event.stats.total_seconds - event.stats.seconds["prefill"]
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("draft", ["model", "auto"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_draft_however_bad_makes_anyone_slower(clock, prices, device, rows, draft, temperature):
+    given = {"rows": rows, "temperature": temperature}
+    plain = speed(clock, prices(device), draft="none", **given)
+    for share in (0.1, 0.6, 1.0):
+        assert speed(clock, prices(device), draft=draft, share=share, **given) > 0.95 * plain, share
+
+
+@pytest.mark.parametrize(("rows", "gain"), [(1, 2.4), (4, 1.5), (16, 1.1)])
+def test_a_good_draft_pays_in_any_batch_of_a_large_target(clock, prices, rows, gain):
+    given = {"rows": rows, "temperature": 1.0}
+    plain = speed(clock, prices("grown-int8"), draft="none", **given)
+    assert speed(clock, prices("grown-int8"), **given) > gain * plain
+
+
+@pytest.mark.parametrize(("device", "share"), [("demo-int8", 0.1), ("grown-int8", 0.2), ("grown-int8", 0.3)])
+def test_auto_comes_close_to_the_best_length(clock, prices, device, share):
+    given = {"share": share, "temperature": 1.0, "texts": 8}
+    fixed = [speed(clock, prices(device), draft="model", length=n, **given) for n in (1, 2, 3, 4, 6, 8)]
+    assert speed(clock, prices(device), draft="model", **given) > 0.95 * max(fixed)
+
+
+def test_prices_are_between_and_beyond_what_is_known_lines(prices, root):
+    grown = prices("grown-int8")
+    assert grown.target(1, 1) == 4.25 and grown.bare(1, 1) == 4.1 and grown.bare(2, 1) == grown.target(2, 1) == 5.53
+    assert grown.target(1, 4) == pytest.approx((5.17 + 5.9) / 2) and grown.target(3, 1) == pytest.approx(6.385)
+    assert grown.target(1, 17) == pytest.approx(7.5 + 8 * 0.4)
+    assert grown.drafts(1, 1) == grown.drafts(1, 2) == 0.3 and grown.drafts(4, 12) == pytest.approx(0.88 + 40 * 0.0625)
+    with pytest.raises(UsageError, match=r"no prices of 'nothing'.*demo-int8, grown-int8"):
+        Prices.read(root / "benchmarks" / "devices.json", "nothing")
+
+
+def test_a_wrapped_engine_is_the_engine_and_is_charged_for_every_step(clock):
+    toy = ToyEngine(table_law(VOCAB), VOCAB)
+    wrapped = Priced(toy, clock, lambda rows, width: 10.0 * rows + width)
+    wrapped.reset(2)
+    wrapped.reserve(8)
+    assert (wrapped.batch, wrapped.capacity, wrapped.spec) == (2, toy.capacity, toy.spec)
+    before = clock.now
+    found = wrapped.forward(np.array([[1, 2, 3], [4, 5, 6]]), np.array([0, 0]))
+    assert clock.now - before == pytest.approx(0.023) and toy.calls == [(2, 3)]
+    wrapped.copy_row(0, 1)
+    sees = np.tile(np.tri(2, dtype=np.bool_), (2, 1, 1))
+    tree = np.array(wrapped.forward_tree(np.array([[7, 8], [7, 8]]), np.array([3, 3]), sees))
+    assert clock.now - before == pytest.approx(0.045) and np.array_equal(tree[0], tree[1])
+    wrapped.compact(0, 3, [1])
+    assert found.shape == (2, 3, VOCAB) and wrapped.last_row is None, "a toy has none"
+    wrapped.close()
+    assert toy.capacity == 0
+
+
+def test_short_steps_of_one_row_are_charged_too(clock):
+    class Rows(ToyEngine):
+        def last_row(self, tokens: list[int], past_len: int) -> Logits:
+            return self.forward(np.array([tokens]), np.array([past_len]))[0, -1]
+
+    priced = Priced(Rows(table_law(VOCAB), VOCAB), clock, lambda rows, width: 5.0)
+    priced.reset(1)
+    priced.reserve(8)
+    before = clock.now
+    Stepper(priced, "draft").last_row([1], 0)
+    assert clock.now - before == pytest.approx(0.005) and priced.engine.calls == [(1, 1)]
