@@ -31,6 +31,7 @@ from leadout.runtime.bench import Bench, surroundings
 from leadout.scripts.cmd_bench import bare_target
 
 LIMIT = 0.97
+GROUPS = 3  # of prompts, at least: a median of one is none
 
 
 class Useless:
@@ -94,7 +95,7 @@ def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             settings |= {"seed": SEED} if options.priced else {}
             bench = Bench(pair, settings, batch, plain)
             for kind, prompts in sorted(kinds.items()) if batch <= options.limit else [("all", mixed)]:
-                report = bench.run(prompts[: max(options.limit, batch)])
+                report = bench.run(prompts[: max(options.limit, GROUPS * batch)])
                 yield {
                     "bundle": bundle.name,
                     "kind": kind,
