@@ -26,7 +26,8 @@ import numpy as np
 from devices import SEED, priced
 
 import leadout
-from leadout.engines import Engine, Logits, Tokens
+from leadout.engines import Logits, Tokens
+from leadout.engines.wrapped import Wrapped
 from leadout.runtime.bench import Bench, surroundings
 from leadout.scripts.cmd_bench import bare_target
 
@@ -34,17 +35,13 @@ LIMIT = 0.97
 GROUPS = 3  # of prompts, at least: a median of one is none
 
 
-class Useless:
+class Useless(Wrapped):
     """A draft model that takes its time and then says what a die says, the same for the same token."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    last_row = None  # every step is one of these
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
-        logits = self._engine.forward(tokens, past_lens, logit_index)
+        logits = super().forward(tokens, past_lens, logit_index)
         noise = np.random.default_rng(int(tokens.sum())).standard_normal(logits.shape[-1], np.float32)
         return np.broadcast_to(noise, logits.shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -139,6 +139,15 @@ class RowEngine(Engine, Protocol):
         Raises EngineError as ``forward`` does.
         """
         ...
+
+
+RowStep = Callable[[Sequence[int], int], LogitRow]
+
+
+def row_step(engine: Engine) -> RowStep | None:
+    """``last_row`` of an engine that has it. Its class is asked: who wraps an engine, and passes on what he has not
+    himself, would be left out."""
+    return getattr(engine, "last_row", None) if hasattr(type(engine), "last_row") else None
 
 
 @runtime_checkable

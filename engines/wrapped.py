@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from .base import Engine, LogitRow, Logits, ModelSpec, RowEngine, Sight, Tokens, TreeEngine
+from .base import Engine, LogitRow, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
 
 
 class Wrapped:
     """``engine`` with ``step`` around each of its steps; all else is the engine's own."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self._row_step = engine, row_step(engine)
 
     def step(self, rows: int, width: int, past: int) -> AbstractContextManager[object]:
         """What stands around a step of ``width`` tokens in each of ``rows`` rows, the first on ``past`` tokens."""
@@ -36,9 +36,9 @@ class Wrapped:
             return self.engine.forward(tokens, past_lens, logit_index)
 
     @property
-    def last_row(self) -> Callable[[Sequence[int], int], LogitRow] | None:
+    def last_row(self) -> RowStep | None:
         """``RowEngine.last_row``, if the engine has it."""
-        return self._last_row if isinstance(self.engine, RowEngine) else None
+        return None if self._row_step is None else self._last_row
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         assert isinstance(self.engine, TreeEngine)
@@ -63,6 +63,6 @@ class Wrapped:
         self.engine.close()
 
     def _last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
-        assert isinstance(self.engine, RowEngine)
+        assert self._row_step is not None
         with self.step(1, len(tokens), past_len):
-            return self.engine.last_row(tokens, past_len)
+            return self._row_step(tokens, past_len)

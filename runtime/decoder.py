@@ -224,7 +224,8 @@ class Decoder:
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
     def _plan(self, rows: list[Row]) -> Items[Plan]:
-        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting else 0)
+        rests = self._drafting is not None and self._pace.rest.resting
+        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting and rests else 0)
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [

@@ -138,10 +138,12 @@ class Pace:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
         self._past, self._lag = past, lag
-        self._first.clear()
         if self._round % _REFRESH == 0 or self._round < _FRESH:
             for table in (self._steps, self._free, self._modelled):
                 table.clear()
+            self._first.clear()
+        elif any(length is not None for length in self._first.values()):
+            self._first.clear()
 
     def steps(self, rows: int) -> list[float]:
         """Expected seconds of the target's step that verifies 0..16 drafts (one each while nothing is measured)."""
@@ -207,7 +209,10 @@ class Pace:
         return tokens / took
 
     def _tries(self, rows: int) -> bool:
-        """Whether a try after a rest is due: it costs what it takes, for it may bring nothing."""
+        """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
+        nothing."""
+        if self._round % _REFRESH:
+            return False
         seconds, late = self.seconds(rows), self.costs.catch_up(rows, self._lag)
         return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + late)
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, LogitRow, Logits, Sight, Tokens, TreeEngine
+from ..engines.base import Engine, LogitRow, Logits, Sight, Tokens, TreeEngine, row_step
 from ..errors import EngineError, LeadoutError
 
 _FIRST = np.zeros((1, 1), np.int64)
 _SHORT = 2
-RowStep = Callable[[Sequence[int], int], LogitRow]
 
 
 class Stepper:
@@ -23,9 +22,7 @@ class Stepper:
 
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
-        # asked of the class: what wraps an engine and passes all else on would be left out
-        has_rows = hasattr(type(engine), "last_row")
-        self._last_row: RowStep | None = getattr(engine, "last_row", None) if has_rows else None
+        self._last_row = row_step(engine)
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""

@@ -11,6 +11,7 @@ import pytest
 from leadout.engines.base import Logits
 from leadout.engines.priced import Clock, Priced, Prices
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.engines.wrapped import Wrapped
 from leadout.errors import UsageError
 from leadout.runtime import ahead, bench, cascade, decoder, stats
 from leadout.runtime.decoder import Decoder
@@ -118,3 +119,21 @@ def test_short_steps_of_one_row_are_charged_too(clock):
     before = clock.now
     Stepper(priced, "draft").last_row([1], 0)
     assert clock.now - before == pytest.approx(0.005) and priced.engine.calls == [(1, 1)]
+
+
+def test_who_passes_on_what_he_has_not_himself_is_not_left_out():
+    class Around:
+        def __init__(self, engine: ToyEngine) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._engine, name)
+
+    class Rows(ToyEngine):
+        def last_row(self, tokens: list[int], past_len: int) -> Logits:
+            raise AssertionError("past the one around it")
+
+    assert Wrapped(Rows(table_law(VOCAB), VOCAB)).last_row is not None
+    assert Wrapped(Around(Rows(table_law(VOCAB), VOCAB))).last_row is None
+    nested = Wrapped(Wrapped(ToyEngine(table_law(VOCAB), VOCAB)))
+    assert nested.last_row is None

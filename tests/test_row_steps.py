@@ -179,7 +179,7 @@ def all_hold(model: Model) -> None:
 MUTANTS = [
     Mutant("the first token's logits", ort.SlotEngine, "last_row", "= past_len, width - 1", "= past_len, 0"),
     Mutant("every token at one position", ort.SlotEngine, "last_row", "token, past_len + i", "token, past_len"),
-    Mutant("a wrapper is gone round", steps.Stepper, "__init__", 'hasattr(type(engine), "last_row")', "True"),
+    Mutant("a wrapper is gone round", steps, "row_step", 'hasattr(type(engine), "last_row")', "True"),
     Mutant("no room is made", steps.Stepper, "last_row", "or past + len(piece) > engine.capacity", ""),
     Mutant("what was fed is fed again", drafters.ModelDrafter, "resume", "+= len(pending)", "+= 1"),
     Mutant(
