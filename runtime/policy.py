@@ -138,11 +138,11 @@ class Pace:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
         self._past, self._lag = past, lag
-        if self._round % _REFRESH == 0 or self._round < _FRESH:
+        fresh = self._round % _REFRESH == 0 or self._round < _FRESH
+        if fresh:
             for table in (self._steps, self._free, self._modelled):
                 table.clear()
-            self._first.clear()
-        elif any(length is not None for length in self._first.values()):
+        if fresh or any(length is not None for length in self._first.values()):
             self._first.clear()
 
     def steps(self, rows: int) -> list[float]:
