@@ -141,6 +141,14 @@ class RowEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class EvenEngine(Engine, Protocol):
+    """An engine whose steps of one token can do without rounding like wider ones: they are sooner done then."""
+
+    even: bool
+    """Whether they round alike (``spec.narrowest``). True after ``reset``; may be set between any two steps."""
+
+
 RowStep = Callable[[Sequence[int], int], LogitRow]
 
 

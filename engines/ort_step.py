@@ -24,8 +24,9 @@ _NO_GRAPH = "-1"
 class Step:
     """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
 
-    In a session that records CUDA graphs ``options`` say which graph this is: a ``recorded`` step reads device memory
-    that ``uploads`` fill from the arrays, and its first ``runs`` are those that record.
+    ``least_width`` is one array for all steps of an engine. In a session that records CUDA graphs ``options`` say which
+    graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs``
+    are those that record.
     """
 
     session: Any
@@ -35,6 +36,7 @@ class Step:
     past_lens: Tokens
     past_column: Tokens
     logit_index: Tokens
+    least_width: Tokens
     offsets: Tokens
     sees: Sight
     logits: LogitArray | None
@@ -68,6 +70,7 @@ class Step:
             "position_ids": self.positions,
             "past_lens": self.past_lens,
             "logit_index": self.logit_index,
+            "least_width": self.least_width,
             "tree_mask": self.sees,
         }
         for name in sorted(arrays.keys() & names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from .base import Engine, LogitRow, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
+from .base import Engine, EvenEngine, LogitRow, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
 
 
 class Wrapped:
@@ -21,6 +21,16 @@ class Wrapped:
     @property
     def spec(self) -> ModelSpec:
         return self.engine.spec
+
+    @property
+    def even(self) -> bool:
+        """``EvenEngine.even``; who has no choice rounds as it always does."""
+        return getattr(self.engine, "even", True)
+
+    @even.setter
+    def even(self, wanted: bool) -> None:
+        if isinstance(self.engine, EvenEngine):
+            self.engine.even = wanted
 
     @property
     def batch(self) -> int:

@@ -32,11 +32,11 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     attention of equal key and value widths stays as it is and stays right. Returns how many layers became one node:
     at 0 (falcon, bloom: no Attention node at all) the variant is worth nothing and should not be shipped.
 
-    ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows; it writes a slot
-    more. Returns 0 where a layer is left that does not.
+    ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows, and writes a slot
+    more, where the new input ``least_width`` is 2 and not 1. Returns 0 where a layer is left that does not.
     """
     layers = [v for v in layers_of(model) if dims(v.attention.inputs[0])[-1] == dims(v.value.inputs[0])[-1]]
-    padding = Padding(model) if even else None
+    padding = Padding(model, asked=True) if even else None
     if layers:
         lengths = lengths_of(model, padding)
     for layer in layers:

@@ -53,7 +53,8 @@ class Decoder:
     """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
 
     ``exact``: the target takes no step narrower than all of its widths round alike, so that every draft length's
-    numbers are the same bits.
+    numbers are the same bits. (Where all rows draw from a law, bits are nothing to compare, and an engine that is
+    faster without does without.)
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
@@ -176,7 +177,7 @@ class Decoder:
         self._pace.start()
         clock = Clock(self._epoch)
         if rows:
-            self._target.engine.reset(len(rows))
+            self._target.reset(len(rows), even=any(row.sampler.deterministic for row in rows))
             prefill(self._target, [row.sequence.tokens[:-1] for row in rows])
             for row in rows:
                 if row.cascade is not None:

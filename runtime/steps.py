@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, LogitRow, Logits, Sight, Tokens, TreeEngine, row_step
+from ..engines.base import Engine, EvenEngine, LogitRow, Logits, Sight, Tokens, TreeEngine, row_step
 from ..errors import EngineError, LeadoutError
 
 _FIRST = np.zeros((1, 1), np.int64)
@@ -23,6 +23,12 @@ class Stepper:
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
         self._last_row = row_step(engine)
+
+    def reset(self, rows: int, *, even: bool) -> None:
+        """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
+        self.engine.reset(rows)
+        if isinstance(self.engine, EvenEngine):
+            self.engine.even = even
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""

@@ -5,6 +5,7 @@ program; the files named in ``held_out.txt`` are never trained on and give every
 
     python -m leadout.scripts.train_pair target --out models      an hour and a quarter on two CPU cores with AMX
     python -m leadout.scripts.train_pair draft  --out models      40 minutes on two with AVX-512 bf16, 6 for its text
+    python -m leadout.scripts.train_pair refine --out models      the same again, for what is left to gain
 
 Without bfloat16 instructions everything is computed in float32 and takes several times as long.
 """
@@ -62,6 +63,7 @@ class Recipe:
     vector_rate: float = 4e-3
     decay: float = 0.3
     int4_share: float = 0.0
+    seed: int = SEED
 
     def depth(self, step: int) -> int:
         return self.shallow if step < self.shallow_share * self.steps else self.layers
@@ -103,6 +105,9 @@ DRAFT = dataclasses.replace(
     vector_rate=1.6e-3,
     int4_share=0.4,
 )
+REFINED = dataclasses.replace(
+    DRAFT, steps=1200, matrix_rate=4e-3, vector_rate=8e-4, decay=0.98, int4_share=0.25, seed=SEED + 1
+)
 OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus
 
 
@@ -131,7 +136,7 @@ def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: i
 
 def batches(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
     """Windows [rows, length + 1] in a seeded order; of one length, none is seen twice before all were seen."""
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(recipe.seed)
     order: dict[int, list[int]] = {}
     for step in range(recipe.steps):
         length = recipe.length(step)
@@ -280,9 +285,12 @@ speculative decoding; it is far too small to be useful otherwise.
 * Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
 """
 
-DISTILLED = """Pruned from the demo target (of its {of} layers {layers}, of the {all} units of each MLP the busiest
-{units}) and distilled from it (KL and total variation), on the corpus and {tokens:,} tokens that the target wrote
-itself."""
+DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus and {tokens:,} tokens that the
+target wrote itself. {start}"""
+PRUNED = """It began as a part of the target: of its {of} layers {layers}, of the {all} units of each MLP
+the busiest {units}."""
+AGAIN = """It began as what `train_pair draft` makes, a part of the target distilled once; the schedule
+below is that of the second time."""
 
 
 def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
@@ -309,6 +317,30 @@ def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Pat
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     click.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in figures.items()))
+
+
+def distil(
+    model: LlamaForCausalLM,
+    teacher: LlamaForCausalLM,
+    corpus: Corpus,
+    recipe: Recipe,
+    folder: Path,
+    start: str,
+    compiled: bool,
+) -> None:
+    """Train ``model`` on what ``teacher`` says of the corpus and of its own text, measure and write it."""
+    own = own_text(teacher, corpus.stream, OWN_TOKENS)
+    stream = np.concatenate([corpus.stream, own])
+    fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
+    sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
+    with int4_weights(model):
+        sampled4, greedy4 = acceptance(model, teacher, corpus.held_stream)
+    figures = {
+        "mean_acceptance_at_temperature_1": f"{sampled:.4f} (in int4: {sampled4:.4f})",
+        "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
+        "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
+    }
+    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(own), start=start), **figures)
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -353,28 +385,37 @@ def target(out: Path, compiled: bool) -> None:
 def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int, name: str) -> None:
     """The draft: a part of the target in --out, distilled from all of it."""
     recipe = dataclasses.replace(DRAFT, layers=layers, shallow=layers, intermediate=intermediate, steps=steps)
-    folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
     model, kept = pruned(teacher, layers, intermediate, torch.from_numpy(corpus.stream[: CONTEXT + 1])[None])
-    stream = np.concatenate([corpus.stream, own_text(teacher, corpus.stream, OWN_TOKENS)])
-    fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
-    sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
-    with int4_weights(model):
-        sampled4, greedy4 = acceptance(model, teacher, corpus.held_stream)
-    figures = {
-        "mean_acceptance_at_temperature_1": f"{sampled:.4f} (in int4: {sampled4:.4f})",
-        "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
-        "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
-    }
-    how = DISTILLED.format(
+    start = PRUNED.format(
         layers=", ".join(map(str, kept)),
         of=teacher.config.num_hidden_layers,
         units=intermediate,
         all=teacher.config.intermediate_size,
-        tokens=len(stream) - len(corpus.stream),
     )
-    publish(model, recipe, corpus, folder, how, **figures)
+    distil(model, teacher, corpus, recipe, out / name, start, compiled)
+
+
+@main.command()
+@OUT
+@COMPILE
+@click.option("--steps", default=REFINED.steps, show_default=True)
+@click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
+def refine(out: Path, compiled: bool, steps: int, name: str) -> None:
+    """Distil the draft in --out further: other batches, at rates that start low and only fall."""
+    folder = out / name
+    corpus = read_corpus(out / "target" / "tokenizer.json")
+    teacher, model = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out / "target", folder))
+    config = model.config
+    recipe = dataclasses.replace(
+        REFINED,
+        layers=config.num_hidden_layers,
+        shallow=config.num_hidden_layers,
+        intermediate=config.intermediate_size,
+        steps=steps,
+    )
+    distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled)
 
 
 if __name__ == "__main__":

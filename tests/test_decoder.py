@@ -201,6 +201,37 @@ def test_long_prompts_go_in_by_chunks():
         assert min(width for _, width in pair[0].calls) >= 2
 
 
+class Choosy(ToyEngine):
+    """Would rather not round its steps of one token like wider ones."""
+
+    even = True
+
+    def reset(self, batch):
+        super().reset(batch)
+        self.even = True
+
+
+@pytest.mark.parametrize(
+    ("settings", "even"),
+    [
+        ({}, True),
+        ({"temperature": 1.0, "seed": 1}, True),
+        ({"temperature": 1.0, "draft": "none"}, True),  # coupled: the seed that was drawn gives the same text again
+        ({"temperature": 1.0, "rule": "lenient", "leniency": 0.5}, False),
+        ({"temperature": 1.0, "rule": "rejection"}, False),
+        ({"temperature": 1.0}, False),
+    ],
+)
+def test_bits_are_the_same_where_somebody_could_compare_them(settings, even):
+    target, draft = toy_pair()
+    choosy = Choosy(target.law, target.spec.vocab_size, max_context=target.spec.max_context)
+    decoder = Decoder(choosy, draft)
+    collect(decoder.decode([([1, 2], Settings(max_new_tokens=4, **settings))]), 1)
+    assert choosy.even == even
+    collect(decoder.decode([([1, 2], Settings(max_new_tokens=4)), ([1], Settings(max_new_tokens=4, **settings))]), 2)
+    assert choosy.even, "one of the rows is greedy"
+
+
 class Faulty(ToyEngine):
     """Fails at its n-th step, once."""
 

@@ -14,7 +14,7 @@ from support_graphs import BRANCHING, LOWERINGS, Shape, reference, tokens, write
 
 from leadout.bundle import Model
 from leadout.engines import open_engine, providers
-from leadout.engines.base import EVEN
+from leadout.engines.base import EVEN, EvenEngine
 from leadout.engines.ort import SlotEngine, bucket
 from leadout.errors import BundleError, EngineError, UsageError
 
@@ -119,6 +119,24 @@ def test_exactness_asks_for_the_variants_that_round_alike(models: dict[str, Mode
     kept = {name: older.entry.variants[name] for name in ("canonical", "gqa", "nonpad")}
     old = SlotEngine(Model(older.folder, dataclasses.replace(older.entry, variants=kept)), exact=True)
     assert old.variant == "gqa" and old.spec.narrowest == 2
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_who_asks_for_no_even_rounding_gets_the_bits_of_the_graph_that_has_none(
+    models: dict[str, Model], precision: str
+) -> None:
+    row = tokens(C, 1, 40)
+    even, bare = SlotEngine(models[precision], exact=True), SlotEngine(models[precision])
+    assert isinstance(even, EvenEngine) and even.even
+    steps = {}
+    for name, engine, wanted in (("even", even, True), ("sooner", even, False), ("bare", bare, True)):
+        engine.reset(1)
+        assert engine.even, "a reset is what it was"
+        engine.even = wanted
+        engine.forward(row[:, :30], START)
+        steps[name] = np.concatenate([engine.forward(row[:, i : i + 1], at(i))[0].copy() for i in range(30, 40)])
+    assert np.array_equal(steps["sooner"], steps["bare"])
+    assert not np.array_equal(steps["sooner"], steps["even"]), "or there is nothing to choose"
 
 
 def test_a_step_of_one_token_has_a_slot_to_spare(models: dict[str, Model]) -> None:

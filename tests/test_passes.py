@@ -37,6 +37,7 @@ def stepped(model: ir.Model, c: Shape, row: Array, chunks: tuple[int, ...]) -> A
         positions = np.arange(done, done + width)[None]
         feeds: dict[str, Array] = {"input_ids": row[None, done : done + width], "position_ids": positions}
         feeds |= {"past_lens": np.array([done]), "logit_index": np.arange(width)[None], **cache}
+        feeds |= {"least_width": np.array([2])}
         results = dict(zip(wanted, session.run(None, {n: feeds[n] for n in names}), strict=True))
         cache = {n: results[n.replace("past_key_values", "present")] for n in cache}
         logits.append(results["logits"][0])
