@@ -61,10 +61,10 @@ class Result:
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
     to the last (greedy, coupled) or drawn from the same law, as its steps of one token or more round (rejection,
-    block): not so in a tree, whose numbers are rounded in another order. ``distance``: how far, on average, the law of a token was from the target's (total
-    variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None if nothing was; ``draft`` says who
-    proposed. ``sample`` is its number among the n answers to a prompt: with the same seed it is the same answer
-    whatever n is, and number 0 is the one without n.
+    block): not so in a tree, whose numbers are rounded in another order. ``distance``: how far, on average, the law of
+    a token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
+    if nothing was; ``draft`` says who proposed. ``sample`` is its number among the n answers to a prompt: with the same
+    seed it is the same answer whatever n is, and number 0 is the one without n.
     """
 
     text: str
@@ -320,10 +320,11 @@ def load(
     is elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools
     slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
     that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
-    own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` is the most prompts that run at once. Costs start from what
-    ``leadout tune`` measured on this device. ``draft_ahead``: while one prompt runs, the draft model works on the next
-    round as the target verifies (True, False, or "auto": while that is seen to pay, and never where both run on the
-    CPU), but for trees. Raises BundleError, EngineError or UsageError.
+    own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` is
+    the most prompts that run at once. Costs start from what ``leadout tune`` measured on this device. ``draft_ahead``:
+    while one prompt runs, the draft model works on the next round as the target verifies (True, False, or "auto": while
+    that is seen to pay, and never where both run on the CPU), but for trees. Raises BundleError, EngineError or
+    UsageError.
     """
     if batch_size < 1:
         raise UsageError(f"batch_size must be at least 1, not {batch_size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
@@ -11,7 +12,10 @@ from .settings import MAX_DRAFT_LENGTH
 from .verify import Outcomes
 
 _FIRST_ACCEPTANCE = 0.7
-_PRIOR_WEIGHT = 4.0  # rounds' worth of belief in what is known otherwise
+_PRIOR_WEIGHT, _LASTING_WEIGHT = (
+    4.0,
+    1.0,
+)  # rounds' worth of belief in what is known otherwise: at first, and in the end
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
 _REFRESH, _FRESH = 8, 16
@@ -21,6 +25,7 @@ _PROBE_LENGTH = 2
 # draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
 BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.25
+_HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
 
 class Rest:
@@ -67,17 +72,21 @@ class Acceptance:
 
     Only rounds that reached a position count there, as far as they did (``Verdict.outcomes``): what stands behind the
     first rejection is censored, not rejected.
-    Each position is shrunk to what stood in ``before`` when this began, scaled to the rate of all positions.
+    Each position is shrunk to what stood in ``before`` when this began, scaled as the other positions' rates changed;
+    that is believed ever less, as all that is long ago.
     """
 
     def __init__(self, decay: float, before: Acceptance | None = None) -> None:
         self._decay = decay
         self._rate_before = before.rate() if before else _FIRST_ACCEPTANCE
         self._before = before.at_positions() if before else [_FIRST_ACCEPTANCE] * MAX_DRAFT_LENGTH
+        self._rounds, self._weight = 0, _PRIOR_WEIGHT
         self._tested: list[float] = []  # as many positions as were ever tested
         self._accepted: list[float] = []
 
     def observe(self, outcomes: Outcomes) -> None:
+        self._rounds += 1
+        self._weight = max(_LASTING_WEIGHT, self._decay * self._weight)
         missing = [0.0] * (len(outcomes) - len(self._tested))
         self._tested += missing
         self._accepted += missing
@@ -88,21 +97,27 @@ class Acceptance:
 
     def rate(self) -> float:
         """Over all positions."""
-        return (_PRIOR_WEIGHT * self._rate_before + sum(self._accepted)) / (_PRIOR_WEIGHT + sum(self._tested))
+        return (self._weight * self._rate_before + sum(self._accepted)) / (self._weight + sum(self._tested))
 
     def at_positions(self) -> list[float]:
         """At each of the 16 positions."""
-        scale = self.rate() / self._rate_before
-        rates = [min(1.0, scale * before) for before in self._before]
+        before, weight = self._rate_before, self._weight
+        tests, kept = weight + sum(self._tested), weight * before + sum(self._accepted)
+        rates = [min(1.0, kept / tests / before * rate) for rate in self._before]
         for position, (tested, accepted) in enumerate(zip(self._tested, self._accepted, strict=True)):
-            rates[position] = (_PRIOR_WEIGHT * rates[position] + accepted) / (_PRIOR_WEIGHT + tested)
+            others = (kept - accepted) / (tests - tested) / before
+            prior = min(1.0, others * self._before[position])
+            rates[position] = min(1.0, max(0.0, (weight * prior + accepted) / (weight + tested)))
         return rates
 
-    def expected_tokens(self) -> list[float]:
+    def expected_tokens(self, hope: float = 0.0) -> list[float]:
         """Of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1,
-        without assuming that positions are alike). Ends where a draft is hardly ever that long: 2 % survives."""
+        without assuming that positions are alike). Ends where a draft is hardly ever that long: 2 % survives.
+        ``hope``: with rates so many standard errors above what was seen in so few rounds."""
         tokens, survival = [1.0], 1.0
         for rate in self.at_positions():
+            if hope:
+                rate = min(1.0, rate + hope * math.sqrt(rate * (1.0 - rate) / (_PRIOR_WEIGHT + self._rounds)))
             if (survival := survival * rate) < 0.02:
                 break
             tokens.append(tokens[-1] + survival)
@@ -229,17 +244,32 @@ class Pace:
             self.rest.attempt()
             self.explores = True
             return _PROBE_LENGTH
-        together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
-        speeds = [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
+        speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = speeds.index(max(speeds))
-        if best and not pays(speeds[best] / speeds[0], self.seconds(rows)[best] / self.seconds(rows)[0]):
-            best = 0
+        if not self._pays(speeds, best, rows):
+            best = self._hoped(requests, rows)
         if best:
             self.rest.end()
         else:
             self.rest.begin()
         self._length = best
         return best
+
+    def _pays(self, speeds: Sequence[float], length: int, rows: int) -> bool:
+        seconds = self.seconds(rows)
+        return length > 0 and pays(speeds[length] / speeds[0], seconds[length] / seconds[0])
+
+    def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
+        """The length that would pay if these requests' drafts were as good as the little that was seen of them does
+        not rule out: a draft that rests must catch up, so that it seldom gets a second chance in a text. Else 0."""
+        errors = _HOPE / math.sqrt(len(requests))  # rows err each for itself
+        speeds = self._speeds([(request.hoped(errors), limit) for request, limit in requests], rows)
+        best = speeds.index(max(speeds))
+        return best if self._pays(speeds, best, rows) else 0
+
+    def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
+        together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
+        return [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
 
 
 def cap(
@@ -278,10 +308,10 @@ def worth(tokens: Sequence[float], ahead: float) -> float:
     return slowest + ahead * (sum(tokens) - slowest)
 
 
-def _tokens_of(requests: Sequence[tuple[AutoLength, int]]) -> Iterable[Sequence[float]]:
+def _tokens_of(requests: Sequence[tuple[Sequence[float], int]]) -> Iterable[Sequence[float]]:
     """Expected tokens of each request in a round with drafts of 0, 1, 2, ..., each up to its limit; as long as
     anything is added."""
-    each = [request.tokens[: max(limit, 0) + 1] for request, limit in requests]
+    each = [list(tokens[: max(limit, 0) + 1]) for tokens, limit in requests]
     longest = max(map(len, each))
     return zip(*(tokens + tokens[-1:] * (longest - len(tokens)) for tokens in each), strict=True)
 
@@ -304,6 +334,10 @@ class AutoLength:
         self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(pace.sureness[sampled])
+
+    def hoped(self, errors: float) -> list[float]:
+        """``tokens`` if acceptance is so many standard errors better than what was seen."""
+        return self._acceptance.expected_tokens(errors)
 
     @property
     def rate(self) -> float:

@@ -263,5 +263,25 @@ def test_what_drafting_costs_counts_for_more_than_it_is():
 def test_a_draft_model_that_promises_hardly_more_than_it_costs_rests(per_draft, drafts):
     """Accepted 7 times in 10, at best one draft pays: 1.7 tokens for 1.5 to 1.64."""
     pace = Pace(costs(per_draft=per_draft))
-    lengths = [next_length(pace, AutoLength(pace)) for _ in range(2)]
-    assert bool(lengths[0]) is drafts
+    row = AutoLength(pace)
+    assert next_length(pace, row), "so little is known that it may be better than it looks"
+    for _ in range(100):
+        row.observe([(1.0, 0.7)])
+    assert bool(next_length(pace, row)) is drafts
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows):
+    """A draft that rested must catch up. Two rounds that go wrong after a hundred that went well say little, sixteen
+    say enough; and what all rows say together is known better than what each says."""
+    pace = Pace(costs(rows=rows, per_draft=0.5))
+    for _ in range(100):
+        pace.acceptance.observe([(1.0, 0.9)] * 2)
+    each = [AutoLength(pace) for _ in range(rows)]
+    lengths = []
+    for _ in range(16):
+        lengths += pace.lengths(each, [16] * rows, rows)[:1]
+        for row in each:
+            row.observe([(1.0, 0.0)] if lengths[-1] else [])
+    assert lengths[2] and not lengths[-1]
+    assert lengths.index(0) <= (8 if rows == 1 else 4)
