@@ -90,23 +90,26 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
     """
     expected: list[tuple[float, float]] = []
     weight, row = 1.0, p(0)
-    accepted, law = 0, residual(row, q[0]) if x else row
+    accepted, kept, after = 0, weight, row  # how many, their b_i, and p_i behind them
     for i, drafted in enumerate(x, start=1):
         before, weight = weight, min(1.0, weight * float(row[drafted] / q[i - 1][drafted]))
         expected.append((before, weight))
         if weight == 0.0:
             break  # and stays 0: no longer prefix can be kept
         row = p(i)
-        rest = excess(row, q[i], weight) if i < len(x) else row
-        mass = float(np.add.reduce(rest)) if i < len(x) else 1.0
-        if uniforms[i - 1] < (block_threshold(weight, mass) if i < len(x) else weight):
-            accepted, law = i, rest if mass else row
+        if uniforms[i - 1] < (block_threshold(weight, row, q[i]) if i < len(x) else weight):
+            accepted, kept, after = i, weight, row
+    law = after if accepted == len(x) else residual(after, q[accepted], kept)
     return Verdict(accepted, draw(law), min(accepted + 1, len(x)), expected=expected)
 
 
-def block_threshold(weight: float, mass: float) -> float:
-    """h_i for i < K: the probability of keeping the prefix, given that no longer one is kept. 0/0 is 1."""
-    return mass / (mass + 1.0 - weight) if weight < 1.0 else 1.0
+def block_threshold(weight: float, p: Probs, q: Probs) -> float:
+    """h_i for i < K: the probability of keeping the prefix, given that no longer one is kept. 0/0 is 1. ``p`` and ``q``
+    are the laws of the token behind it."""
+    if weight == 1.0:
+        return 1.0
+    mass = float(np.add.reduce(excess(p, q, weight)))
+    return mass / (mass + 1.0 - weight)
 
 
 def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
@@ -121,9 +124,9 @@ def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
     return positive
 
 
-def residual(p: Probs, q: Probs) -> Probs:
-    """max(p - q, 0), unnormalised; p itself where nothing is left (p equals q up to rounding)."""
-    rest = excess(p, q)
+def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
+    """max(weight p - q, 0), unnormalised; p itself where nothing is left (p equals q up to rounding)."""
+    rest = excess(p, q, weight)
     return rest if rest[rest.argmax()] else p
 
 
