@@ -290,7 +290,7 @@ target wrote itself. {start}"""
 PRUNED = """It began as a part of the target: of its {of} layers {layers}, of the {all} units of each MLP
 the busiest {units}."""
 AGAIN = """It began as what `train_pair draft` makes, a part of the target distilled once; the schedule
-below is that of the second time."""
+below is that of the second time, `train_pair refine`."""
 
 
 def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
@@ -310,7 +310,7 @@ def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Pat
         tokens=len(corpus.stream),
         steps=recipe.steps,
         step_tokens=recipe.tokens,
-        seed=SEED,
+        seed=recipe.seed,
         context=CONTEXT,
         held_tokens=len(corpus.held_stream),
         held=", ".join(f"`{name}`" for name in corpus.held),
