@@ -232,7 +232,7 @@ class Bench:
         """Milliseconds a step (medians, in the loop) of so many rows as a group has, by what a round needs."""
         rows, costs, plain = self.batch_size, self.speculative.costs, self.plain.costs
         widths = sorted({step.width for step in costs.counts if step.part == "target"})
-        target = {1: 1e3 * (plain.target(rows) or [0.0, 0.0])[1]}
+        target = {1: 1e3 * (plain.plain(rows, 1) or 0.0)}
         target |= {width: 1e3 * seconds for width, seconds in enumerate(costs.target(rows) or ()) if width in widths}
         return {
             "target": target,

@@ -20,7 +20,9 @@ _STALE = 256  # rounds: a length of the start-up measurement that was not used f
 # next time after twice as many
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
-PARTS = ("target", "draft", "catch-up", "host")
+PARTS = ("target", "plain", "draft", "catch-up", "host")
+_CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
+_PLAIN = 2  # measurements of plain steps before they are known
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
@@ -40,7 +42,7 @@ class Recent(deque[float]):
 
 
 class Step(NamedTuple):
-    """What was paid for: ``part`` is one of ``PARTS``; of all but the target ``width`` is always 1."""
+    """What was paid for: ``part`` is one of ``PARTS``; of all but the target's two ``width`` is always 1."""
 
     part: str
     rows: int
@@ -61,10 +63,12 @@ class Cost:
 
 class Costs:
     """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
-    logits, of which there are as many) by rows, context and width, one step of the draft by rows and context, a token
-    of text that a draft had missed while others drafted, and the host's part of a round by rows. Recording is cheap,
-    for every round does it; looking up is not. What is not known of a place in the table is taken from the nearest
-    places that were measured, scaled by what both know. ``counts`` says how often each was paid."""
+    logits, of which there are as many) by rows, context and width, one without a draft when no draft model has run for
+    a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), one step
+    of the draft by rows and context, a token of text that a draft had missed while others drafted, and the host's part
+    of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known of a place in
+    the table is taken from the nearest places that were measured, scaled by what both know. ``counts`` says how often
+    each was paid."""
 
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
@@ -72,17 +76,31 @@ class Costs:
         self._samples: Counter[tuple[int, int]] = Counter()
         self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
         self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
-        self._round = 0
+        self._round = self._calm = 0
         self.counts: Counter[Step] = Counter()
         for cost in known:
             self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
             self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
+            self._samples[cost.rows.bit_length(), 0] += _BELIEVED * (cost.part == "plain")
 
-    def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
-        """A step and the verdict on its rows. ``past`` is the mean context of the rows."""
-        self._record(Step("target", rows, context_bucket(past), width), seconds)
+    def record_target(
+        self, rows: int, width: int, seconds: float, past: int = 0, *, drafts: bool = True, modelled: bool = True
+    ) -> None:
+        """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
+        ``modelled``: the draft model ran in this round."""
+        self._calm = 0 if modelled else self._calm + 1
+        plain = not drafts and self._calm > _CALM
+        self._record(Step("plain" if plain else "target", rows, context_bucket(past), width), seconds)
         self._round += 1
-        place = rows.bit_length(), width
+        if plain:
+            self._use((rows.bit_length(), 0))
+        self._use((rows.bit_length(), width))
+
+    def disturb(self) -> None:
+        """A draft model has run, besides rounds: it took a prompt in."""
+        self._calm = 0
+
+    def _use(self, place: tuple[int, int]) -> None:
         if place in self._used and self._stale(place):
             self._renewed[place] += 1
         self._samples[place] += 1
@@ -117,6 +135,28 @@ class Costs:
             line += max(0.0, known[most] - known[least]) / (most - least) * np.maximum(0, _WIDTHS - most)
         monotone: list[float] = np.minimum.accumulate(line[::-1])[::-1].tolist()
         return monotone
+
+    def plain(self, rows: int, width: int, past: int = 0) -> float | None:
+        """Seconds of a step of ``width`` tokens, the least, without drafts, while no draft model runs. Of another
+        context or number of rows it is as much less than other steps as here; while it was hardly measured, it is as
+        they are. None while nothing was."""
+        table, bucket = self._tables.get("plain", {}), context_bucket(past)
+        places = [place for place, widths in table.items() if len(widths.get(width, ())) >= _PLAIN]
+        if not places:
+            steps = self.target(rows, past)
+            return None if steps is None else steps[width]
+        near = min(places, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
+        seconds = median_low(table[near][width])
+        if near == (rows, bucket):
+            return seconds
+        here, there = self._known("target", rows, bucket), self._known("target", *near)
+        both = here.keys() & there.keys()
+        return seconds * sum(here[w] for w in both) / sum(there[w] for w in both) if both else seconds
+
+    def lacks_plain(self, rows: int) -> bool:
+        """Whether a plain step was hardly measured with about so many rows, or long ago."""
+        place = rows.bit_length(), 0
+        return self._samples[place] < _PLAIN or self._stale(place)
 
     def draft(self, rows: int, past: int = 0) -> float:
         """Seconds of one step of the draft; 0 while it was never measured."""

@@ -188,6 +188,7 @@ class Decoder:
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
                 self._drafting.prefill(rows)
+                self.costs.disturb()
             clock.lap("prefill")
         return clock
 
@@ -265,8 +266,9 @@ class Decoder:
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
         if not any(draft.parents for draft in drafts):
-            width = max(self._target.narrowest, *(len(draft.tokens) + 1 for draft in drafts))
-            self.costs.record_target(len(rows), width, clock.spent("target", "verify"), mean_context(rows))
+            width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify")
+            modelled = any(draft.tokens and draft.by == "model" for draft in drafts)
+            self.costs.record_target(len(rows), width, took, mean_context(rows), drafts=any(lengths), modelled=modelled)
         return verdicts
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:

@@ -18,13 +18,14 @@ _PRIOR_WEIGHT, _LASTING_WEIGHT = (
 )  # rounds' worth of belief in what is known otherwise: at first, and in the end
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
-_REFRESH, _FRESH = 8, 16
+_REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
 # What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
 # and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
 # draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
 BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.25
+_CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
 
@@ -136,6 +137,7 @@ class Pace:
         self.rows = 1  # that share the round's step
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
+        self._unclear = False  # what a plain step takes decides whether to draft
         self._round = self._past = self._lag = 0
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
@@ -148,12 +150,12 @@ class Pace:
 
     def tick(self, past: int = 0, lag: int = 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average, of which the draft lacks ``lag``. Costs change
-        slowly: those looked up serve for 8 rounds."""
+        slowly: those looked up serve for 8 rounds, and of rest for 32."""
         if self.rest.resting:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
         self._past, self._lag = past, lag
-        fresh = self._round % _REFRESH == 0 or self._round < _FRESH
+        fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
             for table in (self._steps, self._free, self._modelled):
                 table.clear()
@@ -169,10 +171,12 @@ class Pace:
         return known
 
     def seconds_without_draft(self, rows: int) -> list[float]:
-        """The same of a whole round, with drafts that cost nothing."""
+        """The same of a whole round, with drafts that cost nothing. Without a draft it is a step as such steps are
+        where no draft model runs, if that is known."""
         if (known := self._free.get(rows)) is None:
-            host = self.costs.host(rows)
-            known = self._free[rows] = [host + seconds for seconds in self.steps(rows)]
+            host, steps = self.costs.host(rows), self.steps(rows)
+            plain = self.costs.plain(rows, self.narrowest, self._past) or steps[0]
+            known = self._free[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
         return known
 
     def seconds(self, rows: int) -> list[float]:
@@ -183,7 +187,10 @@ class Pace:
         return known
 
     def first_length(self, limit: int, rows: int) -> int | None:
-        """The length that the start-up measurement asks for; None when it is done."""
+        """The length that the start-up measurement asks for; None when it is done. None at all for a while, where that
+        has to be known to say whether drafting pays."""
+        if self._unclear and self.costs.lacks_plain(rows):
+            return 0
         if (limit, rows) not in self._first:
             self._first[limit, rows] = self.costs.first_length(limit, rows, self.narrowest)
         return self._first[limit, rows]
@@ -246,6 +253,7 @@ class Pace:
             return _PROBE_LENGTH
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = speeds.index(max(speeds))
+        self._unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
         if best:

@@ -128,14 +128,14 @@ class Tuner:
 def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int) -> Promise:
     """Predict from costs and from the tests of ``stats``: tokens a round, 1 + the sum of survivals (2211.17192,
     section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate."""
-    steps, alone = pair.target(rows, past), plain.target(rows, past)
+    steps, alone = pair.target(rows, past), plain.plain(rows, 1, past)
     assert steps is not None and alone is not None, "measured before"
     draft, host = pair.draft(rows, past), pair.host(rows)
     rates, tokens, survival = acceptance(stats), [1.0], 1.0
     for rate in rates:
         tokens.append(tokens[-1] + (survival := survival * rate))
     seconds = [host + steps[max(k + 1, narrowest)] + k * draft for k in range(MAX_DRAFT_LENGTH + 1)]
-    plain_seconds = plain.host(rows) + alone[1]
+    plain_seconds = plain.host(rows) + alone
     tested = sum(row.tested for row in stats)
     return Promise(
         rows=rows,

@@ -183,11 +183,14 @@ class FixedCosts(Costs):
             super().record_target(1, width, 1 + per_token * (width - 1))
         super().record_draft(1, 1, per_draft)
 
-    def record_target(self, rows: int, width: int, seconds: float, past: int = 0) -> None:
+    def record_target(self, rows: int, width: int, seconds: float, past: int = 0, **how: bool) -> None:
         pass
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
         pass
+
+    def lacks_plain(self, rows: int) -> bool:
+        return False
 
     def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
         return super().first_length(limit, 1, narrowest)

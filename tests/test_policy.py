@@ -16,6 +16,8 @@ def costs(*, per_draft, per_token=0.02, rows=1):
     table = Costs()
     for width in 2 * list(range(1, MAX_DRAFT_LENGTH + 2)):
         table.record_target(rows, width, 1 + per_token * (width - 1))
+    for _ in range(8):
+        table.record_target(rows, 1, 1.0, drafts=False, modelled=False)
     table.record_draft(rows, 4, 4 * per_draft)
     return table
 
@@ -245,7 +247,7 @@ def test_a_bill_is_what_was_counted_at_what_it_costs():
         table.record_target(1, 5, seconds, 300)
     table.record_draft(1, 4, 2.0)
     table.record_host(1, 0.25)
-    bill = {"target": 6.0, "draft": 2.0, "catch-up": 0.0, "host": 0.25}
+    bill = {"target": 6.0, "plain": 0.0, "draft": 2.0, "catch-up": 0.0, "host": 0.25}
     assert table.price(table.counts) == pytest.approx(bill)
 
 
