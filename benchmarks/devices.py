@@ -22,8 +22,8 @@ def priced(pair: leadout.Pair, plain: Engine | None, name: str) -> Iterator[Engi
     """While inside, ``pair`` and what decodes plainly beside it (given here, or the pair's target) take the time of the
     table ``name``. Gives the latter."""
     prices, clock = Prices.read(TABLES, name), Clock()
-    bare = Priced(plain or pair.target, clock, prices.bare)
-    pair.target = Priced(pair.target, clock, prices.target)
+    bare = Priced(plain or pair.target, clock, prices.bare, beside=prices.beside)
+    pair.target = Priced(pair.target, clock, prices.target, beside=prices.beside)
     if pair.draft is not None:
         pair.draft = Priced(pair.draft, clock, prices.drafts)
     with clock.told((ahead, bench, cascade, decoder, stats)):

@@ -19,6 +19,7 @@ from ..errors import UsageError
 from .base import Engine
 from .wrapped import Wrapped
 
+_SETTLES = 0.8  # of what a draft model's step costs the target's next one is left for the one after it
 _A_LOOK = 8e-6  # seconds that pass between two looks at the clock: the host's part, as it is with small models
 
 
@@ -27,6 +28,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.unsettled = 0.0  # how much of a draft model's weights is where the target's were: 0 to 1
 
     def __call__(self) -> float:
         self.now += _A_LOOK
@@ -49,12 +51,14 @@ class Clock:
 class Prices:
     """Milliseconds on one device: ``steps`` of the target by rows and width, ``plain`` of its step of one row and token
     with exactness off, ``draft`` of a draft step by rows, and ``missed`` of each token beyond two, in each row, that
-    such a step takes in."""
+    such a step takes in. ``beside``: by what part the target's steps are longer that follow one of the draft, the first
+    above all, where a cache has no room for both models."""
 
     steps: Mapping[int, Mapping[int, float]]
     plain: float
     draft: Mapping[int, float]
     missed: float
+    beside: float = 0.0
 
     @classmethod
     def read(cls, path: Path, name: str) -> Prices:
@@ -64,7 +68,7 @@ class Prices:
             raise UsageError(f"no prices of '{name}' in {path} (there are: {', '.join(tables)})")
         table = tables[name]
         steps = {int(rows): _numbered(widths) for rows, widths in table["steps"].items()}
-        return cls(steps, table["plain"], _numbered(table["draft"]), table["missed"])
+        return cls(steps, table["plain"], _numbered(table["draft"]), table["missed"], table.get("beside", 0.0))
 
     def target(self, rows: int, width: int) -> float:
         return _between({each: _between(widths, width) for each, widths in self.steps.items()}, rows)
@@ -78,14 +82,20 @@ class Prices:
 
 
 class Priced(Wrapped):
-    """``engine`` with steps that move ``clock`` on by ``price(rows, width)`` milliseconds."""
+    """``engine`` with steps that move ``clock`` on by ``price(rows, width)`` milliseconds. A draft's leave it
+    unsettled, a target's are longer by ``beside`` as far as it is."""
 
-    def __init__(self, engine: Engine, clock: Clock, price: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, price: Callable[[int, int], float], *, beside: float | None = None
+    ) -> None:
+        """``beside`` None: a draft's engine."""
         super().__init__(engine)
-        self._clock, self._price = clock, price
+        self._clock, self._price, self._beside = clock, price, beside
 
     def step(self, rows: int, width: int, past: int) -> AbstractContextManager[object]:
-        self._clock.now += 1e-3 * self._price(rows, width)
+        clock = self._clock
+        clock.now += 1e-3 * self._price(rows, width) * (1.0 + (self._beside or 0.0) * clock.unsettled)
+        clock.unsettled = 1.0 if self._beside is None else _SETTLES * clock.unsettled
         return nullcontext()
 
 

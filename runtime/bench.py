@@ -12,16 +12,15 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from threading import Lock
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ..engines import Engine, Tokens
+from ..engines import Engine, Logits, Tokens
+from ..engines.base import LogitRow, Sight
 from ..engines.wrapped import Wrapped
 from .costs import Costs, Step
 from .decoder import Decoder
@@ -35,36 +34,44 @@ from .tuned import processor
 TIMED_STEPS = 9
 
 
-class Watch:
-    """The seconds during which somebody was inside, from however many threads."""
-
-    def __init__(self) -> None:
-        self.seconds = self._since = 0.0
-        self._inside, self._lock = 0, Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._since = perf_counter()
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                self.seconds += perf_counter() - self._since
-
-
 class Timed(Wrapped):
-    """An engine whose rounds are timed: a step wider than any draft, or on an empty cache, is a prompt's and not
-    counted. (A draft that catches up with others' tokens in such a step looks like a prompt, too.)"""
+    """An engine that notes when it was at work in rounds, as (from, to) in ``spans``: a step wider than any draft, or
+    on an empty cache, is a prompt's and not counted. (A draft that catches up with others' tokens in such a step looks
+    like a prompt, too.) Around a small model's step every call counts, so there are as few as can be."""
 
-    def __init__(self, engine: Engine, watch: Watch) -> None:
+    def __init__(self, engine: Engine, spans: list[tuple[float, float]]) -> None:
         super().__init__(engine)
-        self.watch = watch
+        self._spans = spans
 
-    def step(self, rows: int, width: int, past: int) -> AbstractContextManager[object]:
-        return self.watch if width <= MAX_DRAFT_LENGTH + 1 and past else nullcontext()
+    def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
+        start = perf_counter()
+        logits = self.engine.forward(tokens, past_lens, logit_index)
+        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
+            self._spans.append((start, perf_counter()))
+        return logits
+
+    def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
+        start = perf_counter()
+        logits = super().forward_tree(tokens, past_lens, sees)
+        self._spans.append((start, perf_counter()))
+        return logits
+
+    def _last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
+        assert self._row_step is not None
+        start = perf_counter()
+        row = self._row_step(tokens, past_len)
+        if past_len:
+            self._spans.append((start, perf_counter()))
+        return row
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Seconds in at least one of ``spans``: a draft that works ahead does so beside the target."""
+    total, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 @dataclasses.dataclass(slots=True)
@@ -111,9 +118,9 @@ class Bench:
         self.settings = pair.settings(settings)
         check_sample(self.settings, Sample(), 1)
         self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
-        self.watch = Watch()
-        self.target = Timed(pair.target, self.watch)
-        self.draft = None if pair.draft is None else Timed(pair.draft, self.watch)
+        self._spans: list[tuple[float, float]] = []
+        self.target = Timed(pair.target, self._spans)
+        self.draft = None if pair.draft is None else Timed(pair.draft, self._spans)
         self.plain = Decoder(plain or pair.target, None, exact=False)
         shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
         self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
@@ -155,12 +162,13 @@ class Bench:
             self._time(self.single, [prompt], self.settings, totals)
 
     def _time(self, decoder: Decoder, group: Group, settings: Settings, totals: Totals) -> None:
-        before, start = self.watch.seconds, perf_counter()
+        self._spans.clear()
+        start = perf_counter()
         outputs, stats = decode(decoder, group, settings, self.pair)
         wall = perf_counter() - start
         totals.wall += wall
         totals.walls.append(wall - sum(row.seconds["prefill"] for row in stats))
-        totals.engines += self.watch.seconds - before
+        totals.engines += covered(self._spans)
         totals.prompt += sum(row.seconds["prefill"] for row in stats)
         totals.stats += stats
         totals.outputs += outputs

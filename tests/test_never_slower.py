@@ -19,7 +19,8 @@ from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
 
 VOCAB, TEXTS, LENGTH = 61, 3, 96
-DEVICES = ("demo-int8", "grown-int8")
+CELLS = [(device, rows) for device in ("demo-int8", "grown-int8") for rows in (1, 4, 16)]
+CELLS += [("demo-int8-busy", 1), ("demo-int8-busy", 4)]
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def prices(root: Path):
 def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS):
     """Tokens per second after a text that warms up: of a draft that agrees with its target but for ``share``."""
     laws = [table_law(VOCAB, seed=seed, order=2, sharpness=3.0, rows=4001) for seed in (1, 2)]
-    target = Priced(ToyEngine(laws[0], VOCAB, max_context=256), clock, prices.target)
+    target = Priced(ToyEngine(laws[0], VOCAB, max_context=256), clock, prices.target, beside=prices.beside)
     model = Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
     decode = Decoder(target, None if draft == "none" else model, exact=False).decode
     options = {"draft": draft, "draft_length": length, "temperature": temperature}
@@ -54,8 +55,7 @@ def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, le
     return tokens / seconds
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize(("device", "rows"), CELLS)
 @pytest.mark.parametrize("draft", ["model", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_draft_however_bad_makes_anyone_slower(clock, prices, device, rows, draft, temperature):
@@ -85,7 +85,7 @@ def test_prices_are_between_and_beyond_what_is_known_lines(prices, root):
     assert grown.target(1, 4) == pytest.approx((5.17 + 5.9) / 2) and grown.target(3, 1) == pytest.approx(6.385)
     assert grown.target(1, 17) == pytest.approx(7.5 + 8 * 0.4)
     assert grown.drafts(1, 1) == grown.drafts(1, 2) == 0.3 and grown.drafts(4, 12) == pytest.approx(0.88 + 40 * 0.0625)
-    with pytest.raises(UsageError, match=r"no prices of 'nothing'.*demo-int8, grown-int8"):
+    with pytest.raises(UsageError, match=r"no prices of 'nothing'.*demo-int8, grown-int8, demo-int8-busy"):
         Prices.read(root / "benchmarks" / "devices.json", "nothing")
 
 
@@ -106,6 +106,19 @@ def test_a_wrapped_engine_is_the_engine_and_is_charged_for_every_step(clock):
     assert found.shape == (2, 3, VOCAB) and wrapped.last_row is None, "a toy has none"
     wrapped.close()
     assert toy.capacity == 0
+
+
+def test_a_target_that_follows_a_draft_takes_longer_the_first_step_above_all(clock):
+    draft = Priced(ToyEngine(table_law(VOCAB), VOCAB), clock, lambda rows, width: 1.0)
+    target = Priced(ToyEngine(table_law(VOCAB), VOCAB), clock, lambda rows, width: 10.0, beside=0.25)
+    took = []
+    for engine in (target, draft, target, target, draft, draft, target):
+        before = clock.now
+        engine.reset(1)
+        engine.reserve(4)
+        engine.forward(np.array([[1]]), np.array([0]))
+        took.append(1e3 * (clock.now - before))
+    assert took == pytest.approx([10.0, 1.0, 12.5, 12.0, 1.0, 1.0, 12.5])
 
 
 def test_short_steps_of_one_row_are_charged_too(clock):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from leadout.runtime.costs import Costs, context_bucket
+from leadout.runtime.costs import Costs, Step, context_bucket
 from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace, cap, pays
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 from leadout.runtime.verify import happened
@@ -239,6 +239,44 @@ def test_a_table_on_disk_stands_in_for_the_start_up_until_it_is_outvoted():
     assert again.host(1) == 0.25
     again.record_host(1, 1.0)
     assert again.host(1) == 1.0
+
+
+def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
+    table = Costs()
+    for width in (1, 2, 5):
+        table.record_target(1, width, 1.0 + 0.1 * width)
+        table.record_target(1, width, 2.0 + 0.2 * width, 300)
+    assert table.plain(1, 1) == table.target(1)[1] == 1.1 and table.lacks_plain(1)
+    for seconds in (1.1, 1.1, 1.1, 1.1, 0.8, 0.8):  # the last two count
+        table.record_target(1, 1, seconds, drafts=False, modelled=False)
+    assert table.plain(1, 1) == 0.8 and not table.lacks_plain(1) and table.lacks_plain(4)
+    assert table.plain(1, 1, 300) == pytest.approx(1.6), "as much less as here"
+    table.record_target(1, 5, 1.5, drafts=True, modelled=False)
+    assert table.counts[Step("plain", 1, 0, 1)] == 2, "a guess was verified: no plain step"
+    table.disturb()
+    table.record_target(1, 1, 9.0, drafts=False, modelled=False)
+    assert table.counts[Step("plain", 1, 0, 1)] == 2
+    for _ in range(256):
+        table.record_target(1, 5, 1.5)
+    assert table.lacks_plain(1), "long ago"
+
+
+def test_a_plain_step_is_measured_where_it_decides():
+    clear, unclear = Pace(costs(per_draft=0.05)), Pace(costs(per_draft=0.5))
+    for pace in (clear, unclear):
+        pace.costs._samples[1, 0] = 0
+        pace.costs.disturb()
+        row = AutoLength(pace)
+        assert next_length(pace, row) > 0
+        lengths = []
+        for _ in range(8):
+            lengths.append(next_length(pace, row))
+            pace.costs.record_target(1, lengths[-1] + 1, 0.5, drafts=lengths[-1] > 0, modelled=lengths[-1] > 0)
+        if pace is clear:
+            assert all(lengths)
+        else:
+            assert lengths[:6] == [0] * 6, "four that do not count, and two"
+            assert pace.seconds(1)[0] == 0.5
 
 
 def test_a_bill_is_what_was_counted_at_what_it_costs():
