@@ -333,6 +333,7 @@ def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     costs.record_draft(2, 3, 3.0 + 10.0, 0, 12)
     assert costs.draft(2) == 1.0 and costs.price(costs.counts) == {
         "target": 0,
+        "plain": 0,
         "draft": 7.0,
         "catch-up": 10.0,
         "host": 0,

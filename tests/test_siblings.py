@@ -242,7 +242,8 @@ def test_finished_answers_are_drafted_from():
 
 
 def test_equal_prompts_of_a_batch_are_siblings_without_being_asked_for_together():
-    settings = [Settings(draft="siblings", seed=seed, temperature=0.3, max_new_tokens=60) for seed in range(4)]
+    options = {"draft": "siblings", "draft_length": 3, "temperature": 0.3, "max_new_tokens": 60}
+    settings = [Settings(seed=seed, **options) for seed in range(4)]
     _, stats = decode([(REPEATS, each) for each in settings])
     assert sum(each.accepted for each in stats) > 0
     _, apart = decode([([i, *REPEATS], each) for i, each in enumerate(settings)])
