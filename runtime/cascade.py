@@ -83,18 +83,35 @@ def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
 
 
 @dataclass(slots=True)
-class Commons:
-    """What the free drafters of all rows and requests share: texts, successors, how good their guesses were, whether
-    asking pays, and how good the draft model was beside them."""
+class Experience:
+    """What rounds showed of the free drafters: how good their guesses were, whether asking pays, and how good the draft
+    model was beside them."""
 
-    pool: SuffixPool = field(default_factory=SuffixPool)
-    successors: Successors = field(default_factory=Successors)
     records: dict[str, Calibration] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
     easiness: Easiness = field(default_factory=Easiness)
     discount: Discount = field(default_factory=Discount)
 
-    def drafters(self, kind: str, family: Family | None = None) -> list[Calibrated]:
+    def calibrated(self, drafter: FreeDrafter) -> Calibrated:
+        """``drafter`` of one row, with what is known of its like."""
+        return Calibrated(drafter, self.records.setdefault(type(drafter).__name__, Calibration(drafter.prior)))
+
+
+@dataclass(slots=True)
+class Commons:
+    """What the free drafters of all rows and requests share: texts, successors, and the experience of greedy rows and
+    of sampled ones (a guess that is right in nine greedy texts of ten may be wrong in every other sampled one)."""
+
+    pool: SuffixPool = field(default_factory=SuffixPool)
+    successors: Successors = field(default_factory=Successors)
+    greedy: Experience = field(default_factory=Experience)
+    sampled: Experience = field(default_factory=Experience)
+
+    def experience(self, temperature: float) -> Experience:
+        """That of rows at this temperature."""
+        return self.sampled if temperature > 0 else self.greedy
+
+    def drafters(self, kind: str, family: Family | None = None) -> list[FreeDrafter]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
         is preferred. ``family``: the answers to its prompt, if there are others."""
         made: list[FreeDrafter] = []
@@ -106,10 +123,7 @@ class Commons:
             made.append(SiblingsDrafter(family))
         if kind in _RECYCLING:
             made.append(RecyclingDrafter(self.successors))
-        return [Calibrated(each, self._record(each)) for each in made]
-
-    def _record(self, drafter: FreeDrafter) -> Calibration:
-        return self.records.setdefault(type(drafter).__name__, Calibration(drafter.prior))
+        return made
 
 
 class Cascade:
@@ -134,15 +148,16 @@ class Cascade:
         """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
-        self._drafters = commons.drafters(settings.draft, family)
+        self._experience = experience = commons.experience(settings.temperature)
+        self._drafters = [experience.calibrated(each) for each in commons.drafters(settings.draft, family)]
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
-        self._vigil = Vigil(commons.habit)
+        self._vigil = Vigil(experience.habit)
         self._told = 0  # tokens of the text that all free drafters know
         self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
         self._plan = Plan()
         self._otherwise = self._saved = self._spent = 0.0
         self._promised = 1.0  # tokens, by the best guess of this round
-        self._discount = Discount(commons.discount)
+        self._discount = Discount(experience.discount)
         self._best: tuple[Sequence[int], Sequence[float]] = (), ()  # that guess where it pays: tokens and survivals
 
     def take(self, tokens: Sequence[int]) -> None:
@@ -205,7 +220,7 @@ class Cascade:
             each.score(new)
         self._settle_promises(new)
         if self._plan.by == "model":
-            self._commons.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
+            self._experience.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
         if self._kind in _RECYCLING:
             self._commons.successors.record_round(fed, new, logits)
         if self._settles:
@@ -231,7 +246,7 @@ class Cascade:
             if guessed != token:
                 break
             hits, survival = hits + 1, reached
-        for each in (self._discount, self._commons.discount):
+        for each in (self._discount, self._experience.discount):
             each.record(promised, hits)
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
@@ -292,7 +307,7 @@ class Cascade:
     def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
         """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
         assert self._model is not None
-        factors, seconds = self._commons.easiness.factors(self._promised), self._pace.seconds(rows)
+        factors, seconds = self._experience.easiness.factors(self._promised), self._pace.seconds(rows)
         if rows > 1:
             return allotted, factors[allotted] * self._model.speed(allotted, rows)
         tokens = self._model.tokens[: limit + 1]

@@ -131,9 +131,9 @@ class Pace:
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         """``narrowest`` is the least width the target steps with."""
         self.costs, self.narrowest = costs, narrowest
-        self.acceptance = Acceptance(_LASTING_DECAY)
+        self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
         self.rest = Rest()
-        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}  # by whether sampled
+        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
         self.rows = 1  # that share the round's step
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
@@ -339,7 +339,8 @@ class AutoLength:
 
     def __init__(self, pace: Pace, *, sampled: bool = False) -> None:
         self._pace = pace
-        self._acceptance = Acceptance(_ROW_DECAY, pace.acceptance)
+        self._lasting = pace.acceptance[sampled]
+        self._acceptance = Acceptance(_ROW_DECAY, self._lasting)
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(pace.sureness[sampled])
 
@@ -358,7 +359,7 @@ class AutoLength:
             if classes:
                 self.sureness.record(classes, outcomes, self._pace.seconds(self._pace.rows)[len(classes)])
             self._acceptance.observe(outcomes)
-            self._pace.acceptance.observe(outcomes)
+            self._lasting.observe(outcomes)
             self.tokens = self._acceptance.expected_tokens()
 
     @property

@@ -335,3 +335,18 @@ def test_a_row_that_repeats_does_not_make_the_others_steps_wide(monkeypatch):
         decode([([4, 5, 6] * 8, Settings(draft="suffix", max_new_tokens=60)), *waiting], pair=(target, None), eos=())
         widths[others] = max(width for _, width in target.calls[1:])
     assert widths[6] < widths[0]
+
+
+def test_greedy_text_says_nothing_of_sampled_text(monkeypatch):
+    """A text that repeats makes greedy guesses sure; the first sampled row begins with what its own kind showed."""
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.2))
+    decoder = Decoder(*toy_pair())
+    for settings in (Settings(draft="auto", max_new_tokens=60), Settings(draft="model", max_new_tokens=60)):
+        collect(decoder.decode([(6 * REPEATS, settings)]), 1)
+    greedy, sampled = decoder._commons.greedy, decoder._commons.sampled
+    assert any(record.rates != list(record._prior) for record in greedy.records.values())
+    assert not sampled.records and sampled.habit.price == 0.0 < greedy.habit.price
+    lasting = decoder._pace.acceptance
+    assert lasting[False].rate() != 0.7 == lasting[True].rate()
+    collect(decoder.decode([(6 * REPEATS, Settings(draft="auto", temperature=1.0, max_new_tokens=60))]), 1)
+    assert sampled.records.keys() == greedy.records.keys() and lasting[True].rate() != 0.7

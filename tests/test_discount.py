@@ -57,7 +57,7 @@ def test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached():
         ([7, 5, 9, 10], 1, 2),
         ([7, 8, 9, 10, 5], 4, 4),
     ):
-        for discount in (told(new)._discount, told(new)._commons.discount):
+        for discount in (told(new)._discount, told(new)._experience.discount):
             assert (discount._hits, discount._promised) == (hits, pytest.approx(0.9 * reached))
 
 

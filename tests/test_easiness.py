@@ -63,8 +63,8 @@ def test_the_model_gets_the_round_where_it_is_as_sure_and_drafts_more_there():
     assert choose(chooser, 4, 4).by == "fixed"
     chooser, _ = cascade([7, 8, 9, 10], model=True, rate=0.6, costs=FixedCosts(per_draft=0.1))
     for _ in range(200):
-        chooser._commons.easiness.record(2.3, 4, 4)
-        chooser._commons.easiness.record(HARD, 1, 0)
+        chooser._experience.easiness.record(2.3, 4, 4)
+        chooser._experience.easiness.record(HARD, 1, 0)
     plan = choose(chooser, 4, 4)
     assert plan.by == "model" and plan.length == 4
 
@@ -74,7 +74,7 @@ def test_a_cascade_records_the_models_rounds_alone():
         chooser, _ = cascade([7, 8, 9, 10], model=model, rate=0.01 if model else 0.9)
         plan = choose(chooser, 4, 4)
         chooser.observe([1, *([5] * plan.drafts)], [5, 6], np.zeros((9, 12)), [plan.drafts])
-        assert (chooser._commons.easiness._all._tested[0] > 0) == (plan.by == "model") == model
+        assert (chooser._experience.easiness._all._tested[0] > 0) == (plan.by == "model") == model
 
 
 CHECKS = (

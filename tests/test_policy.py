@@ -316,7 +316,7 @@ def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows):
     say enough; and what all rows say together is known better than what each says."""
     pace = Pace(costs(rows=rows, per_draft=0.5))
     for _ in range(100):
-        pace.acceptance.observe([(1.0, 0.9)] * 2)
+        pace.acceptance[False].observe([(1.0, 0.9)] * 2)
     each = [AutoLength(pace) for _ in range(rows)]
     lengths = []
     for _ in range(16):
