@@ -12,10 +12,7 @@ from .settings import MAX_DRAFT_LENGTH
 from .verify import Outcomes
 
 _FIRST_ACCEPTANCE = 0.7
-_PRIOR_WEIGHT, _LASTING_WEIGHT = (
-    4.0,
-    1.0,
-)  # rounds' worth of belief in what is known otherwise: at first, and in the end
+_PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds' worth of belief in what is known otherwise: at first, in the end
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
