@@ -23,6 +23,7 @@ _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
 _PLAIN = 2  # measurements of plain steps before they are known
+_NO_WIDTH = 0  # where plain steps are counted among the widths
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
@@ -81,7 +82,7 @@ class Costs:
         for cost in known:
             self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
             self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
-            self._samples[cost.rows.bit_length(), 0] += _BELIEVED * (cost.part == "plain")
+            self._samples[cost.rows.bit_length(), _NO_WIDTH] += _BELIEVED * (cost.part == "plain")
 
     def record_target(
         self, rows: int, width: int, seconds: float, past: int = 0, *, drafts: bool = True, modelled: bool = True
@@ -93,7 +94,7 @@ class Costs:
         self._record(Step("plain" if plain else "target", rows, context_bucket(past), width), seconds)
         self._round += 1
         if plain:
-            self._use((rows.bit_length(), 0))
+            self._use((rows.bit_length(), _NO_WIDTH))
         self._use((rows.bit_length(), width))
 
     def disturb(self) -> None:
@@ -149,13 +150,11 @@ class Costs:
         seconds = median_low(table[near][width])
         if near == (rows, bucket):
             return seconds
-        here, there = self._known("target", rows, bucket), self._known("target", *near)
-        both = here.keys() & there.keys()
-        return seconds * sum(here[w] for w in both) / sum(there[w] for w in both) if both else seconds
+        return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))
 
     def lacks_plain(self, rows: int) -> bool:
         """Whether a plain step was hardly measured with about so many rows, or long ago."""
-        place = rows.bit_length(), 0
+        place = rows.bit_length(), _NO_WIDTH
         return self._samples[place] < _PLAIN or self._stale(place)
 
     def draft(self, rows: int, past: int = 0) -> float:
@@ -216,7 +215,12 @@ class Costs:
         known: dict[int, float] = {}
         for place in places[:_NEIGHBOURS]:
             found = {width: median_low(recent) for width, recent in table[place].items()}
-            both = known.keys() & found.keys()
-            scale = sum(known[width] for width in both) / sum(found[width] for width in both) if both else 1.0
+            scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
         return known
+
+
+def _ratio(here: Mapping[int, float], there: Mapping[int, float]) -> float:
+    """What steps take here over what they take there, by the widths that both know; 1 where there is none."""
+    both = here.keys() & there.keys()
+    return sum(here[width] for width in both) / sum(there[width] for width in both) if both else 1.0

@@ -184,8 +184,8 @@ class Pace:
         return known
 
     def first_length(self, limit: int, rows: int) -> int | None:
-        """The length that the start-up measurement asks for; None when it is done. None at all for a while, where that
-        has to be known to say whether drafting pays."""
+        """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
+        known to say whether drafting pays."""
         if self._unclear and self.costs.lacks_plain(rows):
             return 0
         if (limit, rows) not in self._first:

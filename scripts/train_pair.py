@@ -26,89 +26,16 @@ import click
 import numpy as np
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..export.quantize import int4_to_rows, rows_to_int4
 from .pair_corpus import END, VOCAB, Corpus, read_corpus
+from .pair_recipes import CONTEXT, DRAFT, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
 from .pruning import logits_of, pruned
 
-SEED = 20261120
-CONTEXT = 1024
 # Where the processor only emulates it, bfloat16 is slower than float32.
 BFLOAT16 = any(torch.cpu.get_capabilities().get(unit) for unit in ("amx_bf16", "avx512_bf16"))
 Loss = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
-    """One model's shape and schedule.
-
-    A step sees ``tokens`` tokens, in windows of a quarter of the context, in the last ``long_share`` of the steps of
-    the whole. The first ``shallow_share`` train only the first ``shallow`` layers: with so little compute a small model
-    on many tokens learns faster, and layers whose output projections are zero join without a jump. In the last
-    ``int4_share`` of the steps the forward pass sees the weights as int4 export rounds them.
-    """
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    steps: int
-    shallow: int
-    shallow_share: float = 0.5
-    long_share: float = 0.15
-    tokens: int = 4096
-    matrix_rate: float = 0.025
-    vector_rate: float = 4e-3
-    decay: float = 0.3
-    int4_share: float = 0.0
-    seed: int = SEED
-
-    def depth(self, step: int) -> int:
-        return self.shallow if step < self.shallow_share * self.steps else self.layers
-
-    def length(self, step: int) -> int:
-        return CONTEXT if step >= (1 - self.long_share) * self.steps else CONTEXT // 4
-
-    def model(self) -> LlamaForCausalLM:
-        """Freshly initialised; the blocks start as the identity (output projections zero)."""
-        torch.manual_seed(SEED)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            intermediate_size=self.intermediate,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        model = LlamaForCausalLM(config)
-        for layer in model.model.layers:
-            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-        return model
-
-
-TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
-# Rates are low: what is left of the target still knows most of it.
-DRAFT = dataclasses.replace(
-    TARGET,
-    layers=3,
-    intermediate=512,
-    steps=1400,
-    shallow=3,
-    matrix_rate=8e-3,
-    vector_rate=1.6e-3,
-    int4_share=0.4,
-)
-REFINED = dataclasses.replace(
-    DRAFT, steps=1200, matrix_rate=4e-3, vector_rate=8e-4, decay=0.98, int4_share=0.25, seed=SEED + 1
-)
-OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus
 
 
 # ---- training text ---------------------------------------------------------------------------------------------------

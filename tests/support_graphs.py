@@ -60,20 +60,8 @@ def weights(c: Shape) -> dict[str, Array]:
 
 def graph(c: Shape) -> ir.Model:
     """The canonical graph of ``c``, unpacked, angles computed from position_ids, masks from slots."""
-    w, nodes, constants = weights(c), [], {}
-
-    def const(array: Array, name: str = "") -> str:
-        name = name or f"c{len(constants)}"
-        constants[name] = np.asarray(array)
-        return name
-
-    def op(kind: str, inputs: list[str], out: str = "", count: int = 1, **attributes: Any) -> str:
-        out = out or f"v{len(nodes)}"
-        nodes.append(helper.make_node(kind, inputs, [out], **attributes))
-        return out
-
-    def ints(*values: int) -> str:
-        return const(np.array(values, np.int64))
+    w, made = weights(c), Nodes()
+    const, op, ints = made.const, made.op, made.ints
 
     slots = op("Squeeze", [op("Shape", ["past_key_values.0.key"], start=2, end=3)])
     slot = op("Range", [const(np.array(0)), slots, const(np.array(1))])
@@ -123,7 +111,40 @@ def graph(c: Shape) -> ir.Model:
     rows = op("GatherElements", [norm(x, "norm"), index], axis=1)
     head = op("Transpose", ["embed"], perm=[1, 0]) if c.tied else const(w["head"], "head")
     op("MatMul", [rows, head], "logits")
+    return made.model(c)
 
+
+class Nodes:
+    """A graph in the making: nodes and constants, known by the names of what they give."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Any] = []
+        self._constants: dict[str, Array] = {}
+
+    def const(self, array: Array, name: str = "") -> str:
+        name = name or f"c{len(self._constants)}"
+        self._constants[name] = np.asarray(array)
+        return name
+
+    def op(self, kind: str, inputs: list[str], out: str = "", **attributes: Any) -> str:
+        out = out or f"v{len(self._nodes)}"
+        self._nodes.append(helper.make_node(kind, inputs, [out], **attributes))
+        return out
+
+    def ints(self, *values: int) -> str:
+        return self.const(np.array(values, np.int64))
+
+    def model(self, c: Shape) -> ir.Model:
+        """The decoder of shape ``c`` that these nodes are."""
+        inputs, outputs = declared(c)
+        initializers = [numpy_helper.from_array(a, n) for n, a in self._constants.items()]
+        made = helper.make_graph(self._nodes, "decoder", inputs, outputs, initializers)
+        proto = helper.make_model(made, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+        return ir.from_proto(shape_inference.infer_shapes(proto))
+
+
+def declared(c: Shape) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs of the decoder of shape ``c``."""
     real, whole = TensorProto.FLOAT, TensorProto.INT64
     inputs = [helper.make_tensor_value_info(n, whole, ["batch", "seq"]) for n in ("input_ids", "position_ids")]
     inputs.append(helper.make_tensor_value_info("past_lens", whole, ["batch"]))
@@ -134,10 +155,7 @@ def graph(c: Shape) -> ir.Model:
         for part in ("key", "value"):
             inputs.append(helper.make_tensor_value_info(f"past_key_values.{i}.{part}", real, shape))
             outputs.append(helper.make_tensor_value_info(f"present.{i}.{part}", real, shape))
-    initializers = [numpy_helper.from_array(a, n) for n, a in constants.items()]
-    made = helper.make_graph(nodes, "decoder", inputs, outputs, initializers)
-    proto = helper.make_model(made, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
-    return ir.from_proto(shape_inference.infer_shapes(proto))
+    return inputs, outputs
 
 
 def reference(c: Shape, tokens: Array) -> Array:
