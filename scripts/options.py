@@ -114,7 +114,11 @@ ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
     (
         "--exact/--no-exact",
-        {"default": True, "show_default": True, "help": "Every step rounds alike, whatever its width."},
+        {
+            "default": True,
+            "show_default": True,
+            "help": "Every step of a greedy or seeded answer rounds alike, whatever its width.",
+        },
     ),
 )
 
