@@ -38,7 +38,7 @@ GROUPS = 3  # of prompts, at least: a median of one is none
 class Useless(Wrapped):
     """A draft model that takes its time and then says what a die says, the same for the same token."""
 
-    last_row = None  # every step is one of these
+    row_logits = None  # every step is one of these
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         logits = super().forward(tokens, past_lens, logit_index)

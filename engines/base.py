@@ -131,12 +131,11 @@ class RowEngine(Engine, Protocol):
     """An engine that takes its first row's next few tokens with as little around them as can be: on a CPU what stands
     around ``forward`` is a fifth of a small draft's step."""
 
-    def last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
-        """``forward`` for S new tokens of row 0: float32 logits [vocab_size] after the last of them, the same bits.
+    def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
+        """``forward`` for S new tokens of row 0: float32 logits [1, S, vocab_size], or of the ``last`` of them alone
+        [1, 1, vocab_size]; the same bits.
 
-        tokens: S ids, S >= 1; past_len: slots of the row that count. The row is valid until the next call.
-
-        Raises EngineError as ``forward`` does.
+        tokens: S ids, S >= 1; past_len: slots of the row that count. Raises EngineError as ``forward`` does.
         """
         ...
 
@@ -149,13 +148,13 @@ class EvenEngine(Engine, Protocol):
     """Whether they round alike (``spec.narrowest``). True after ``reset``; may be set between any two steps."""
 
 
-RowStep = Callable[[Sequence[int], int], LogitRow]
+RowStep = Callable[[Sequence[int], int, bool], Logits]
 
 
 def row_step(engine: Engine) -> RowStep | None:
-    """``last_row`` of an engine that has it. Its class is asked: who wraps an engine, and passes on what he has not
+    """``row_logits`` of an engine that has it. Its class is asked: who wraps an engine, and passes on what he has not
     himself, would be left out."""
-    return getattr(engine, "last_row", None) if hasattr(type(engine), "last_row") else None
+    return getattr(engine, "row_logits", None) if hasattr(type(engine), "row_logits") else None
 
 
 @runtime_checkable

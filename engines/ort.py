@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, UsageError
-from .base import EVEN, ONE_ROW, LogitRow, Logits, ModelSpec, Sight, Tokens
+from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer
@@ -67,6 +67,7 @@ class SlotEngine:
             trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
         )
         self._places = np.arange(entry.max_context)
+        self._row_limit = entry.max_context if provider == "cpu" else 0
         self._sessions: dict[tuple[str, bool], Any] = {}
         self._steps: dict[tuple[int, int, int | None, int], Step] = {}
         self._cache: list[Buffer] = []
@@ -141,24 +142,27 @@ class SlotEngine:
             step.logit_index[...] = logit_index
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
-    def last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
-        """See RowEngine.last_row. The step is one that ``forward`` may take, too."""
+    def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
+        """See RowEngine.row_logits. The step is one that ``forward`` may take, too."""
         width = len(tokens)
-        if self._provider != "cpu" or past_len + width > min(self._capacity, self._spec.max_context):
-            last = None if width == 1 else np.full((1, 1), width - 1, np.int64)
-            row: LogitRow = self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), last)[0, 0]
-            return row
-        step = self._step(1, width, None if width == 1 else 1, 0)
-        step.past_lens[0], step.logit_index[0, 0] = past_len, width - 1
+        end, some = past_len + width, last and width > 1
+        if end > self._capacity or end > self._row_limit:
+            index = np.full((1, 1), width - 1, np.int64) if some else None
+            return self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), index)
+        if (step := self._steps.get((1, width, 1 if some else None, 0))) is None:
+            step = self._step(1, width, 1 if some else None, 0)
+        step.past_lens[0] = past_len
+        if some:
+            step.logit_index[0, 0] = width - 1
+        ids, places = step.ids, step.places
         for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
-            step.tokens[0, i], step.positions[0, i] = token, past_len + i
+            ids[i], places[i] = token, past_len + i
         try:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             raise self._failed(error) from None
         assert step.logits is not None
-        only: LogitRow = step.logits[0, 0]
-        return only
+        return step.logits
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         """See TreeEngine.forward_tree."""
@@ -219,7 +223,8 @@ class SlotEngine:
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
-        """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another.
+        """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another:
+        a row that is alone keeps the most it ever needed, for its steps take no longer for it.
 
         Raises EngineError for a batch the variant cannot take.
         """
@@ -229,8 +234,9 @@ class SlotEngine:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self.even = True
         variant = self._choose(batch)
-        if self._cache and (variant, batch) == (self._variant, self._batch) and self._capacity == bucket(1, variant):
-            return
+        if self._cache and (variant, batch) == (self._variant, self._batch):
+            if variant in ONE_ROW or self._capacity == bucket(1, variant):
+                return
         self._variant, self._session = variant, self._open(variant, graphs=self._graphs)
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()

@@ -24,7 +24,8 @@ _NO_GRAPH = "-1"
 class Step:
     """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
 
-    ``least_width`` is one array for all steps of an engine. In a session that records CUDA graphs ``options`` say which
+    ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
+    for all steps of an engine. In a session that records CUDA graphs ``options`` say which
     graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs``
     are those that record.
     """
@@ -45,6 +46,11 @@ class Step:
     recorded: bool = False
     uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
     runs: int = 0
+    ids: memoryview = dataclasses.field(init=False)
+    places: memoryview = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ids, self.places = memoryview(self.tokens.reshape(-1)), memoryview(self.positions.reshape(-1))
 
     def run(self) -> None:
         """Take the step. Raises whatever ONNX Runtime does."""

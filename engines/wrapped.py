@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from .base import Engine, EvenEngine, LogitRow, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
+from .base import Engine, EvenEngine, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
 
 
 class Wrapped:
@@ -46,9 +46,9 @@ class Wrapped:
             return self.engine.forward(tokens, past_lens, logit_index)
 
     @property
-    def last_row(self) -> RowStep | None:
-        """``RowEngine.last_row``, if the engine has it."""
-        return None if self._row_step is None else self._last_row
+    def row_logits(self) -> RowStep | None:
+        """``RowEngine.row_logits``, if the engine has it."""
+        return None if self._row_step is None else self._row_logits
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         assert isinstance(self.engine, TreeEngine)
@@ -72,7 +72,7 @@ class Wrapped:
     def close(self) -> None:
         self.engine.close()
 
-    def _last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
+    def _row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         assert self._row_step is not None
         with self.step(1, len(tokens), past_len):
-            return self._row_step(tokens, past_len)
+            return self._row_step(tokens, past_len, last)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, Tokens
-from ..engines.base import LogitRow, Sight
+from ..engines.base import Sight
 from ..engines.wrapped import Wrapped
 from .costs import Costs, Step
 from .decoder import Decoder
@@ -56,13 +56,13 @@ class Timed(Wrapped):
         self._spans.append((start, perf_counter()))
         return logits
 
-    def _last_row(self, tokens: Sequence[int], past_len: int) -> LogitRow:
+    def _row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         assert self._row_step is not None
         start = perf_counter()
-        row = self._row_step(tokens, past_len)
-        if past_len:
+        logits = self._row_step(tokens, past_len, last)
+        if len(tokens) <= MAX_DRAFT_LENGTH + 1 and past_len:
             self._spans.append((start, perf_counter()))
-        return row
+        return logits
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

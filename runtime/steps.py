@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, EvenEngine, LogitRow, Logits, Sight, Tokens, TreeEngine, row_step
+from ..engines.base import Engine, EvenEngine, LogitRow, Logits, RowStep, Sight, Tokens, TreeEngine, row_step
 from ..errors import EngineError, LeadoutError
 
 _FIRST = np.zeros((1, 1), np.int64)
@@ -22,7 +22,7 @@ class Stepper:
 
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
-        self._last_row = row_step(engine)
+        self._row_step = row_step(engine)
 
     def reset(self, rows: int, *, even: bool) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
@@ -33,6 +33,8 @@ class Stepper:
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
         if len(pieces) == 1 and (width := len(pieces[0])) >= self.narrowest:
+            if self._row_step is not None and past[0] + width <= self.engine.capacity:
+                return self._row_logits(self._row_step, pieces[0], past[0], False)
             return self._forward(pieces, past, width, None)
         widths = [len(piece) for piece in pieces]
         width = max(widths)
@@ -63,17 +65,12 @@ class Stepper:
 
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
-        step, engine = self._last_row, self.engine
+        step, engine = self._row_step, self.engine
         if step is None or not self.narrowest <= len(piece) <= _SHORT or past + len(piece) > engine.capacity:
             only: LogitRow = self.last_logits([piece], [past])[0]
-            return only
-        try:
-            logits = step(piece, past)
-        except LeadoutError:
-            raise
-        except Exception as error:
-            raise self._failure(1, len(piece), error) from error
-        return logits
+        else:
+            only = self._row_logits(step, piece, past, True)[0, 0]
+        return only
 
     def tree_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int], sees: Sight) -> Logits:
         """Append pieces[b] (at most S tokens) to row b as a tree, ``sees`` [B, S, T] as in TreeEngine.forward_tree;
@@ -130,6 +127,14 @@ class Stepper:
         if logits.shape != expected:
             raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
         return logits
+
+    def _row_logits(self, step: RowStep, piece: Sequence[int], past: int, last: bool) -> Logits:
+        try:
+            return step(piece, past, last)
+        except LeadoutError:
+            raise
+        except Exception as error:
+            raise self._failure(1, len(piece), error) from error
 
     def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
         return EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}")

@@ -224,17 +224,23 @@ def test_copy_row_forks_a_sequence(models: dict[str, Model]) -> None:
         engine.copy_row(3, 0)
 
 
-def test_reset_shrinks_and_keeps_what_is_small_already(engine: SlotEngine) -> None:
-    engine.reserve(600)
+def test_reset_shrinks_where_attention_costs_by_capacity(models: dict[str, Model]) -> None:
+    engine = SlotEngine(models["fp32"], variant="nonpad")
+    engine.reserve(200)
     engine.forward(tokens(C, 1, 20), START)
     engine.reset(1)
-    assert engine.capacity == 512 and not any(b.any() for b in cache(engine))
+    assert engine.capacity == 128 and not any(b.any() for b in cache(engine))
+
+
+def test_reset_keeps_what_costs_nothing(engine: SlotEngine) -> None:
     row = tokens(C, 1, 20)
     fresh = engine.forward(row, START).copy()
+    engine.reserve(600)
     engine.forward(tokens(C, 1, 40, seed=5), START)
     buffers, steps = cache(engine), dict(engine._steps)
     engine.reset(1)
     assert all(a is b for a, b in zip(buffers, cache(engine), strict=True)) and engine._steps == steps
+    assert engine.capacity >= 600
     assert np.array_equal(engine.forward(row, START), fresh), "what an earlier request left is never read"
     with pytest.raises(EngineError, match="batch must be at least 1, not 0"):
         engine.reset(0)

@@ -103,7 +103,7 @@ def test_a_wrapped_engine_is_the_engine_and_is_charged_for_every_step(clock):
     tree = np.array(wrapped.forward_tree(np.array([[7, 8], [7, 8]]), np.array([3, 3]), sees))
     assert clock.now - before == pytest.approx(0.045) and np.array_equal(tree[0], tree[1])
     wrapped.compact(0, 3, [1])
-    assert found.shape == (2, 3, VOCAB) and wrapped.last_row is None, "a toy has none"
+    assert found.shape == (2, 3, VOCAB) and wrapped.row_logits is None, "a toy has none"
     wrapped.close()
     assert toy.capacity == 0
 
@@ -123,8 +123,9 @@ def test_a_target_that_follows_a_draft_takes_longer_the_first_step_above_all(clo
 
 def test_short_steps_of_one_row_are_charged_too(clock):
     class Rows(ToyEngine):
-        def last_row(self, tokens: list[int], past_len: int) -> Logits:
-            return self.forward(np.array([tokens]), np.array([past_len]))[0, -1]
+        def row_logits(self, tokens: list[int], past_len: int, last: bool) -> Logits:
+            logits = self.forward(np.array([tokens]), np.array([past_len]))
+            return logits[:, -1:] if last else logits
 
     priced = Priced(Rows(table_law(VOCAB), VOCAB), clock, lambda rows, width: 5.0)
     priced.reset(1)
@@ -132,6 +133,8 @@ def test_short_steps_of_one_row_are_charged_too(clock):
     before = clock.now
     Stepper(priced, "draft").last_row([1], 0)
     assert clock.now - before == pytest.approx(0.005) and priced.engine.calls == [(1, 1)]
+    Stepper(priced, "target").all_logits([[2, 3, 4]], [1])
+    assert clock.now - before == pytest.approx(0.010) and priced.engine.calls == [(1, 1), (1, 3)]
 
 
 def test_who_passes_on_what_he_has_not_himself_is_not_left_out():
@@ -143,10 +146,10 @@ def test_who_passes_on_what_he_has_not_himself_is_not_left_out():
             return getattr(self._engine, name)
 
     class Rows(ToyEngine):
-        def last_row(self, tokens: list[int], past_len: int) -> Logits:
+        def row_logits(self, tokens: list[int], past_len: int, last: bool) -> Logits:
             raise AssertionError("past the one around it")
 
-    assert Wrapped(Rows(table_law(VOCAB), VOCAB)).last_row is not None
-    assert Wrapped(Around(Rows(table_law(VOCAB), VOCAB))).last_row is None
+    assert Wrapped(Rows(table_law(VOCAB), VOCAB)).row_logits is not None
+    assert Wrapped(Around(Rows(table_law(VOCAB), VOCAB))).row_logits is None
     nested = Wrapped(Wrapped(ToyEngine(table_law(VOCAB), VOCAB)))
-    assert nested.last_row is None
+    assert nested.row_logits is None

@@ -45,7 +45,10 @@ def rows_have_the_bits_of_forward(model: Model) -> None:
         piece = row[:, start : start + width]
         wanted = other.forward(piece, at(start), at(width - 1)[None])[0, 0].copy()
         one.forward(piece[:, ::-1], at(start), at(0)[None])
-        assert np.array_equal(one.last_row(piece[0].tolist(), start), wanted), (start, width)
+        assert np.array_equal(one.row_logits(piece[0].tolist(), start, True)[0, 0], wanted), (start, width)
+        every = other.forward(piece, at(start)).copy()
+        one.forward(piece[:, ::-1], at(start))
+        assert np.array_equal(one.row_logits(piece[0].tolist(), start, False), every), (start, width)
         used = start + width
         for mine, theirs in zip(one._cache, other._cache, strict=True):
             assert np.array_equal(mine.array[:, :, :used], theirs.array[:, :, :used])
@@ -65,15 +68,16 @@ def test_a_row_s_step_at_the_edges(models: dict[str, Model]) -> None:
     row = tokens(C, 1, C.context)
     engine.forward(row[:, :-1], at(0))
     wanted = engine.forward(row[:, -1:], at(last))[0, 0].copy()
-    assert np.array_equal(engine.last_row([int(row[0, -1])], last), wanted)
-    assert np.isfinite(engine.last_row([1, 2], last)).all(), "padding may hold anything"
+    assert np.array_equal(engine.row_logits([int(row[0, -1])], last, True)[0, 0], wanted)
+    for wanted_last in (True, False):
+        assert np.isfinite(engine.row_logits([1, 2], last, wanted_last)).all(), "padding may hold anything"
     with pytest.raises(EngineError, match="exceed the cache"):
-        engine.last_row([1, 2], engine.capacity - 1)
+        engine.row_logits([1, 2], engine.capacity - 1, False)
     with pytest.raises(EngineError, match="gqa"):
-        engine.last_row([C.vocab + 5], 3)
+        engine.row_logits([C.vocab + 5], 3, True)
     engine.close()
     with pytest.raises(EngineError):
-        engine.last_row([1], 0)
+        engine.row_logits([1], 0, True)
 
 
 class Wrapped:
@@ -93,6 +97,7 @@ def wrappers_are_asked(model: Model) -> None:
     engine = SlotEngine(model)
     own = np.array(Stepper(engine, "draft").last_row([1], 0))
     assert np.array_equal(Stepper(Wrapped(engine), "draft").last_row([1], 0), -own)
+    assert np.array_equal(Stepper(Wrapped(engine), "target").all_logits([[1]], [0])[0, 0], -own)
     engine.close()
 
 
@@ -102,17 +107,23 @@ def room_is_made(model: Model) -> None:
     row = tokens(C, 1, 3)[0].tolist()
     for length in (1, 2, 3):
         wanted = np.array(Stepper(engine, "draft").last_logits([row[:length]], [engine.capacity - 1])[0])
-        found = stepper.last_row(row[:length], stepper.engine.capacity - 1)
-        assert found.shape == wanted.shape and engine.capacity == stepper.engine.capacity == 128 * (1 + (length > 1))
-        stepper.engine.reset(1)
+        for found in (
+            lambda: stepper.last_row(row[:length], stepper.engine.capacity - 1),  # noqa: B023
+            lambda: stepper.all_logits([row[:length]], [stepper.engine.capacity - 1])[0, -1],  # noqa: B023
+        ):
+            assert found().shape == wanted.shape
+            assert engine.capacity == stepper.engine.capacity == 128 * (1 + (length > 1))
+            stepper.engine.reset(1)
         engine.reset(1)
 
     class Broken(SlotEngine):
-        def last_row(self, tokens: Any, past_len: int) -> Any:
+        def row_logits(self, tokens: Any, past_len: int, last: bool) -> Any:
             raise RuntimeError("device lost")
 
     with pytest.raises(EngineError, match="the draft failed in a step of 1 x 1 tokens: device lost"):
         Stepper(Broken(model), "draft").last_row([1], 0)
+    with pytest.raises(EngineError, match="the target failed in a step of 1 x 3 tokens: device lost"):
+        Stepper(Broken(model), "target").all_logits([[1, 2, 3]], [0])
 
 
 def test_wrappers_are_asked(models: dict[str, Model]) -> None:
@@ -177,10 +188,11 @@ def all_hold(model: Model) -> None:
 
 
 MUTANTS = [
-    Mutant("the first token's logits", ort.SlotEngine, "last_row", "= past_len, width - 1", "= past_len, 0"),
-    Mutant("every token at one position", ort.SlotEngine, "last_row", "token, past_len + i", "token, past_len"),
-    Mutant("a wrapper is gone round", steps, "row_step", 'hasattr(type(engine), "last_row")', "True"),
+    Mutant("the first token's logits", ort.SlotEngine, "row_logits", "[0, 0] = width - 1", "[0, 0] = 0"),
+    Mutant("every token at one position", ort.SlotEngine, "row_logits", "token, past_len + i", "token, past_len"),
+    Mutant("a wrapper is gone round", steps, "row_step", 'hasattr(type(engine), "row_logits")', "True"),
     Mutant("no room is made", steps.Stepper, "last_row", "or past + len(piece) > engine.capacity", ""),
+    Mutant("no room for drafts", steps.Stepper, "all_logits", "and past[0] + width <= self.engine.capacity", ""),
     Mutant("what was fed is fed again", drafters.ModelDrafter, "resume", "+= len(pending)", "+= 1"),
     Mutant(
         "what it makes up for is not told", drafters.ModelDrafter, "resume", "self._begin([row], len(pending))", "pass"
