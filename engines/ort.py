@@ -234,9 +234,9 @@ class SlotEngine:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self.even = True
         variant = self._choose(batch)
-        if self._cache and (variant, batch) == (self._variant, self._batch):
-            if variant in ONE_ROW or self._capacity == bucket(1, variant):
-                return
+        fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
+        if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
+            return
         self._variant, self._session = variant, self._open(variant, graphs=self._graphs)
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
@@ -341,8 +341,8 @@ class SlotEngine:
         elif int(np.prod(shape)) > self._flat.size:
             self._flat = np.zeros(shape, np.float32).reshape(-1)
             self._forget_steps()
-        if len(self._steps) >= _KEPT_STEPS:
-            self._forget_steps()
+        if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
+            self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
         past_lens = np.zeros(rows, np.int64)
         session = self._open(self._branching(), graphs=False) if seen else self._session
         step = Step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from .base import LogitArray, Sight, Tokens
 from .graphs import RECORDING
-from .memory import Buffer, CudaBuffer
+from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
 from .tensorrt.cuda import Cuda
 
@@ -83,18 +84,23 @@ class Step:
             if self.recorded:
                 self._bind_device(name, arrays[name])
             else:
-                _bind_host(self.binding.bind_input, name, arrays[name])
+                self.binding.bind_ortvalue_input(name, in_place(arrays[name]))
         if self.logits is not None:
-            _bind_host(self.binding.bind_output, "logits", self.logits)
+            self.binding.bind_ortvalue_output("logits", in_place(self.logits))
         elif logits is not None:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
         rows = self.tokens.shape[0]
         for i, buffer in enumerate(cache):
             layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-            self.binding.bind_input(f"past_key_values.{layer}", *place)
-            self.binding.bind_output(f"present.{layer}", *place)
+            if isinstance(buffer, HostBuffer):
+                value = in_place(buffer.array[:rows])
+                self.binding.bind_ortvalue_input(f"past_key_values.{layer}", value)
+                self.binding.bind_ortvalue_output(f"present.{layer}", value)
+            else:
+                place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+                self.binding.bind_input(f"past_key_values.{layer}", *place)
+                self.binding.bind_output(f"present.{layer}", *place)
 
     def free(self) -> None:
         """Let go of the binding and of memory on the device."""
@@ -117,5 +123,7 @@ def graph_options(number: int | None) -> Any:
     return options
 
 
-def _bind_host(bind: Any, name: str, array: NDArray[Any]) -> None:
-    bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+def in_place(array: NDArray[Any]) -> Any:
+    """An OrtValue that is ``array``, contiguous: nothing is copied. (To bind one takes a third of the time that to bind
+    an address and a shape does.)"""
+    return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array)

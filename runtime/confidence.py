@@ -30,10 +30,9 @@ def chance_of(logits: LogitRow, token: int) -> float | None:
     more than it says."""
     if not isinstance(logits, np.ndarray):
         return None
-    weights = logits - logits[token]
-    with np.errstate(over="ignore"):
-        np.exp(weights, out=weights)
-    return 1.0 / float(np.add.reduce(weights))
+    weights = logits - logits[logits.argmax()]
+    np.exp(weights, out=weights)
+    return float(weights[token]) / float(np.add.reduce(weights))
 
 
 def sureness(chance: float) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple
-
-import numpy as np
 
 from .settings import MAX_DRAFT_LENGTH
 
@@ -26,7 +25,6 @@ _PLAIN = 2  # measurements of plain steps before they are known
 _NO_WIDTH = 0  # where plain steps are counted among the widths
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
-_WIDTHS = np.arange(MAX_DRAFT_LENGTH + 2)
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
 
 
@@ -35,11 +33,28 @@ def context_bucket(past: int) -> int:
     return max(0, past.bit_length() - _SHORTEST_CONTEXT)
 
 
-class Recent(deque[float]):
+class Recent:
     """The last few measurements. Their middle counts, because first calls at a new shape are slow."""
 
+    __slots__ = ("_last", "_middle")
+
     def __init__(self) -> None:
-        super().__init__(maxlen=_RECENT)
+        self._last: deque[float] = deque(maxlen=_RECENT)
+        self._middle: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def append(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self._middle = None
+
+    @property
+    def middle(self) -> float:
+        """The lower median, found when it is asked for."""
+        if self._middle is None:
+            self._middle = median_low(self._last)
+        return self._middle
 
 
 class Step(NamedTuple):
@@ -68,8 +83,7 @@ class Costs:
     a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), one step
     of the draft by rows and context, a token of text that a draft had missed while others drafted, and the host's part
     of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known of a place in
-    the table is taken from the nearest places that were measured, scaled by what both know. ``counts`` says how often
-    each was paid."""
+    the table is taken from the nearest places that were measured, scaled by what both know."""
 
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
@@ -78,9 +92,12 @@ class Costs:
         self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
         self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
         self._round = self._calm = 0
-        self.counts: Counter[Step] = Counter()
+        self._recents: dict[tuple[str, int, int, int], Recent] = {}  # of the tables, by step: every round asks
+        self._paid: Counter[tuple[str, int, int, int]] = Counter()
         for cost in known:
-            self._recent(cost.part, cost.rows, cost.context, cost.width).extend([cost.seconds] * _BELIEVED)
+            recent = self._recent(cost.part, cost.rows, cost.context, cost.width)
+            for _ in range(_BELIEVED):
+                recent.append(cost.seconds)
             self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
             self._samples[cost.rows.bit_length(), _NO_WIDTH] += _BELIEVED * (cost.part == "plain")
 
@@ -90,12 +107,12 @@ class Costs:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
         ``modelled``: the draft model ran in this round."""
         self._calm = 0 if modelled else self._calm + 1
-        plain = not drafts and self._calm > _CALM
-        self._record(Step("plain" if plain else "target", rows, context_bucket(past), width), seconds)
+        plain, size = not drafts and self._calm > _CALM, rows.bit_length()
+        self._record("plain" if plain else "target", rows, context_bucket(past), width, seconds)
         self._round += 1
         if plain:
-            self._use((rows.bit_length(), _NO_WIDTH))
-        self._use((rows.bit_length(), width))
+            self._use((size, _NO_WIDTH))
+        self._use((size, width))
 
     def disturb(self) -> None:
         """A draft model has run, besides rounds: it took a prompt in."""
@@ -111,17 +128,22 @@ class Costs:
         """``steps`` of the draft, the first of which took in ``lag`` committed tokens that a row of it lacked."""
         if not steps:
             return
-        step = Step("draft", rows, context_bucket(past), 1)
+        bucket = context_bucket(past)
         if lag <= _ONE_STEP:
-            self._record(step, seconds / steps, steps)
+            self._record("draft", rows, bucket, 1, seconds / steps, steps)
         elif known := self.draft(rows, past):
             late = rows * (lag - _ONE_STEP)  # a step is a rectangle
-            self.counts[step] += steps
-            self._record(Step("catch-up", rows, 0, 1), max(_LEAST, seconds - steps * known) / late, late)
+            self._paid["draft", rows, bucket, 1] += steps
+            self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - steps * known) / late, late)
 
     def record_host(self, rows: int, seconds: float) -> None:
         """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
-        self._record(Step("host", rows, 0, 1), seconds)
+        self._record("host", rows, 0, 1, seconds)
+
+    @property
+    def counts(self) -> Counter[Step]:
+        """How often each step was paid."""
+        return Counter({Step(*step): times for step, times in self._paid.items()})
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
         """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them as much
@@ -131,11 +153,14 @@ class Costs:
             return None
         widths = sorted(known)
         least, most = widths[0], widths[-1]
-        line = np.interp(_WIDTHS, widths, [known[width] for width in widths])
-        if most > least:
-            line += max(0.0, known[most] - known[least]) / (most - least) * np.maximum(0, _WIDTHS - most)
-        monotone: list[float] = np.minimum.accumulate(line[::-1])[::-1].tolist()
-        return monotone
+        slope = max(0.0, known[most] - known[least]) / (most - least) if most > least else 0.0
+        line = [known[least]] * (least + 1)
+        for before, after in pairwise(widths):
+            rise = (known[after] - known[before]) / (after - before)
+            line += [known[before] + rise * more for more in range(1, after - before)]
+            line.append(known[after])
+        line += [known[most] + slope * more for more in range(1, MAX_DRAFT_LENGTH + 2 - most)]
+        return list(accumulate(reversed(line), min))[::-1]
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:
         """Seconds of a step of ``width`` tokens, the least, without drafts, while no draft model runs. Of another
@@ -147,7 +172,7 @@ class Costs:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
         near = min(places, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
-        seconds = median_low(table[near][width])
+        seconds = table[near][width].middle
         if near == (rows, bucket):
             return seconds
         return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))
@@ -194,15 +219,18 @@ class Costs:
     def measured(self) -> list[Cost]:
         """All that was measured, in order: what ``Costs(known)`` starts from."""
         return [
-            Cost(part, rows, bucket, width, median_low(recent))
+            Cost(part, rows, bucket, width, recent.middle)
             for part, table in sorted(self._tables.items())
             for (rows, bucket), widths in sorted(table.items())
             for width, recent in sorted(widths.items())
         ]
 
-    def _record(self, step: Step, seconds: float, times: int = 1) -> None:
-        self._recent(*step).append(seconds)
-        self.counts[step] += times
+    def _record(self, part: str, rows: int, bucket: int, width: int, seconds: float, times: int = 1) -> None:
+        step = part, rows, bucket, width
+        if (recent := self._recents.get(step)) is None:
+            recent = self._recents[step] = self._recent(*step)
+        recent.append(seconds)
+        self._paid[step] += times
 
     def _recent(self, part: str, rows: int, bucket: int, width: int) -> Recent:
         table = self._tables.setdefault(part, defaultdict(lambda: defaultdict(Recent)))
@@ -214,7 +242,7 @@ class Costs:
         places = sorted(table, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
         known: dict[int, float] = {}
         for place in places[:_NEIGHBOURS]:
-            found = {width: median_low(recent) for width, recent in table[place].items()}
+            found = {width: recent.middle for width, recent in table[place].items()}
             scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
         return known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -33,7 +32,7 @@ from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     """What one round committed to one request: (token, proposed by the draft?) in order.
 
@@ -86,6 +85,7 @@ class Decoder:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
+        self._plain = True  # nobody drafts in this decode
         self._epoch = 0
 
     def decode(
@@ -185,6 +185,7 @@ class Decoder:
             self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
             if rows[0].settings.branches:
                 self._drafting = self._trees
+            self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
                 self._drafting.prefill(rows)
@@ -205,7 +206,7 @@ class Decoder:
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
                 took = perf_counter() - started
-                self.costs.record_draft(len(rows), model.steps, took, mean_context(rows), model.lag)
+                self.costs.record_draft(len(rows), model.steps, took, self._pace.past, model.lag)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -228,6 +229,8 @@ class Decoder:
     def _plan(self, rows: list[Row]) -> Items[Plan]:
         rests = self._drafting is not None and self._pace.rest.resting
         self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting and rests else 0)
+        if self._plain:
+            return [Plan()] * len(rows)
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
@@ -247,12 +250,14 @@ class Decoder:
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
-        if any(draft.parents for draft in drafts):
+        if self._branch(drafts):
             width = max(map(len, pieces))
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
             logits = self._target.tree_logits(pieces, past, sees)
+        elif self.ahead is None:
+            logits = self._target.all_logits(pieces, past)
         else:
-            with nullcontext() if self.ahead is None else self.ahead.meanwhile(rows, drafts):
+            with self.ahead.meanwhile(rows, drafts):
                 logits = self._target.all_logits(pieces, past)
         clock.lap("target")
         return logits
@@ -265,15 +270,20 @@ class Decoder:
                 fed = [row.sequence.tokens[-1], *draft.tokens]
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
-        if not any(draft.parents for draft in drafts):
+        if not self._branch(drafts):
             width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify")
-            modelled = any(draft.tokens and draft.by == "model" for draft in drafts)
-            self.costs.record_target(len(rows), width, took, mean_context(rows), drafts=any(lengths), modelled=modelled)
+            drafted = any(lengths)
+            modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
+            self.costs.record_target(len(rows), width, took, self._pace.past, drafts=drafted, modelled=modelled)
         return verdicts
+
+    def _branch(self, drafts: list[Draft]) -> bool:
+        return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)
 
     def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
         new = [*draft.kept(verdict), verdict.token]
-        self._target.compact(place, row.sequence.cached + 1, verdict.path)
+        if verdict.path:
+            self._target.compact(place, row.sequence.cached + 1, verdict.path)
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":

@@ -135,7 +135,7 @@ class Pace:
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
         self._unclear = False  # what a plain step takes decides whether to draft
-        self._round = self._past = self._lag = 0
+        self._round = self.past = self._lag = 0
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
@@ -151,7 +151,7 @@ class Pace:
         if self.rest.resting:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
-        self._past, self._lag = past, lag
+        self.past, self._lag = past, lag
         fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
             for table in (self._steps, self._free, self._modelled):
@@ -162,7 +162,7 @@ class Pace:
     def steps(self, rows: int) -> list[float]:
         """Expected seconds of the target's step that verifies 0..16 drafts (one each while nothing is measured)."""
         if (known := self._steps.get(rows)) is None:
-            steps = self.costs.target(rows, self._past) or [1.0] * (MAX_DRAFT_LENGTH + 2)
+            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_DRAFT_LENGTH + 2)
             widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
             known = self._steps[rows] = [steps[width] for width in widths]
         return known
@@ -172,14 +172,14 @@ class Pace:
         where no draft model runs, if that is known."""
         if (known := self._free.get(rows)) is None:
             host, steps = self.costs.host(rows), self.steps(rows)
-            plain = self.costs.plain(rows, self.narrowest, self._past) or steps[0]
+            plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
             known = self._free[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
         return known
 
     def seconds(self, rows: int) -> list[float]:
         """The same with drafts of the draft model."""
         if (known := self._modelled.get(rows)) is None:
-            draft, free = self.costs.draft(rows, self._past), self.seconds_without_draft(rows)
+            draft, free = self.costs.draft(rows, self.past), self.seconds_without_draft(rows)
             known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
         return known
 
