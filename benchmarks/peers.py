@@ -22,6 +22,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import click
@@ -37,7 +38,7 @@ from leadout.runtime.bench import processor
 HERE = Path(__file__).parent
 MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"
 GROWN = {"layers": 20, "intermediate": 4096}
-PREPARE_SECONDS = 900
+PREPARE_SECONDS, SETTLES = 900, 0.05
 CHOICES = {
     "pairs": ("demo", "grown"),
     "precisions": ("fp32", "int8"),
@@ -140,7 +141,8 @@ class Comparison:
     def measure(
         self, peers: Sequence[Peer], pair: str, precision: str, temperature: float, prompts: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Every prompt by every mode in turns, who begins moving on with each. Raises UsageError if Leadout fails."""
+        """Every prompt by every mode in turns, who begins moving on with each. Between two turns nobody works: threads
+        of the one before that spin on would take a core from the next. Raises UsageError if Leadout fails."""
         self.failures = []
         children: dict[Side, Child] = {}
         try:
@@ -150,6 +152,7 @@ class Comparison:
             for number, prompt in enumerate(prompts):
                 turn = number % max(1, len(children))
                 for side in [*children][turn:] + [*children][:turn]:
+                    sleep(SETTLES)
                     try:
                         row = children[side].ask(self.request(prompt["ids"], temperature, number))
                         sides[side].append(row | {"kind": prompt["kind"]})
