@@ -67,8 +67,10 @@ def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
     than pays for all."""
     if not any(plan.drafts for plan in plans):
         return plans
-    ways = [plan.beside_model() for plan in plans], [plan.without_model() for plan in plans]
-    return max((_cut(way, pace) for way in ways), key=lambda found: found[0])[1]
+    with_model = _cut([plan.beside_model() for plan in plans], pace)
+    without = _cut([plan.without_model() for plan in plans], pace)
+    pace.otherwise = without[0]
+    return max(with_model, without, key=lambda found: found[0])[1]
 
 
 def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
@@ -197,6 +199,7 @@ class Cascade:
             if length and promised != math.inf and self._fixed is None:
                 length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
             self._spent = perf_counter() - started
+            self._pace.otherwise = speed
         self._otherwise, self._saved = promised if length else 0.0, 0.0
         if length:
             forced = self._fixed is not None or promised == math.inf

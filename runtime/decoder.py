@@ -188,10 +188,18 @@ class Decoder:
             self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
-                self._drafting.prefill(rows)
-                self.costs.disturb()
+                if not self._pace.abstains([row.policy for row in rows], sum(row.sequence.cached for row in rows)):
+                    self._pace.told(sum(row.sequence.cached for row in rows), self._tell(rows))
             clock.lap("prefill")
         return clock
+
+    def _tell(self, rows: list[Row]) -> float:
+        """The draft model takes the prompts in; the seconds that takes."""
+        assert self._drafting is not None
+        started = perf_counter()
+        self._drafting.prefill(rows)
+        self.costs.disturb()
+        return perf_counter() - started
 
     def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
         if clock.epoch != self._epoch:
@@ -227,8 +235,7 @@ class Decoder:
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
     def _plan(self, rows: list[Row]) -> Items[Plan]:
-        rests = self._drafting is not None and self._pace.rest.resting
-        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting and rests else 0)
+        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting else 0)
         if self._plain:
             return [Plan()] * len(rows)
         limits, of_model = self._limits(rows)
@@ -275,6 +282,9 @@ class Decoder:
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             self.costs.record_target(len(rows), width, took, self._pace.past, drafts=drafted, modelled=modelled)
+            if modelled:
+                tokens = [verdict.accepted + 1 for verdict in verdicts]
+                self._pace.settle([row.policy for row in rows], tokens, max(lengths))
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:

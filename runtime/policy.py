@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
 from .free import Calibration
@@ -129,12 +130,17 @@ class Pace:
         """``narrowest`` is the least width the target steps with."""
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
+        self.bills = {False: Bill(), True: Bill()}
         self.rest = Rest()
+        self.otherwise = 0.0  # tokens a second that guesses promise in this round; 0 where nobody guesses
         self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
         self.rows = 1  # that share the round's step
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self.explores = False  # the length just given is measured or tried, whatever it promises
+        self._measures = False  # it is measured
         self._unclear = False  # what a plain step takes decides whether to draft
+        self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
+        self._idle = 0.0  # seconds that it took for the prompts of a text for which it has not proposed yet
         self._round = self.past = self._lag = 0
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
@@ -144,6 +150,22 @@ class Pace:
     def start(self) -> None:
         """New requests begin: the switch is on."""
         self.rest.restart()
+
+    def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
+        """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
+        ``tokens`` is not even read, until it has rested for long enough to pay for that. (If it read the text before
+        for nothing, that is on the bill now.)"""
+        bills = bills_of(policies)
+        for bill in bills:
+            if self._idle:
+                bill.record(-self._idle)
+        self._idle = 0.0
+        loses = bool(bills) and all(bill.loses for bill in bills)
+        return loses and not self.rest.affords(self._reading * tokens)
+
+    def told(self, tokens: int, seconds: float) -> None:
+        """The draft model read prompts of so many ``tokens``, which took so long."""
+        self._reading, self._idle = seconds / max(1, tokens), seconds
 
     def tick(self, past: int = 0, lag: int = 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average, of which the draft lacks ``lag``. Costs change
@@ -198,12 +220,26 @@ class Pace:
         A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
         (expected seconds).
         """
-        self.rows, self.explores = rows, False
+        self.rows, self.explores, self._measures = rows, False, False
+        self.otherwise = 0.0
         requests = zip(policies, limits, strict=True)
         auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
         joint = self._joint(auto, rows) if auto else 0
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
+
+    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int) -> None:
+        """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
+        the longest draft. What was measured and not chosen is on nobody's bill."""
+        self._idle = 0.0
+        if self._measures or length > MAX_DRAFT_LENGTH:
+            return
+        took = self.seconds(self.rows)[length] + self.costs.catch_up(self.rows, self._lag)
+        plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
+        # without the model all steps would be as much shorter as plain ones are where it does not run
+        without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * self.otherwise)
+        for bill in bills_of(policies):
+            bill.record(without - took)
 
     def watch(self, policies: Sequence[Policy], limits: Sequence[int]) -> Watch | None:
         """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
@@ -238,11 +274,15 @@ class Pace:
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
-        if longest <= 0 or (self.rest.resting and not self._tries(rows)):
+        if longest <= 0:
+            return 0
+        if not self.rest.resting and all(request.bill.loses for request, _ in requests):
+            self.rest.begin()
+        if self.rest.resting and not self._tries(rows):
             return 0
         reach = max(request.reach for request, _ in requests)
         if (first := self.first_length(min(longest, reach), rows)) is not None:
-            self.explores = True
+            self.explores = self._measures = True
             return first
         if self.rest.resting:
             self.rest.attempt()
@@ -313,6 +353,12 @@ def worth(tokens: Sequence[float], ahead: float) -> float:
     return slowest + ahead * (sum(tokens) - slowest)
 
 
+def bills_of(policies: Sequence[Policy]) -> list[Bill]:
+    """Each bill once; none where a length is fixed, for then nobody asks what it costs."""
+    bills = [policy.bill for policy in policies if isinstance(policy, AutoLength)]
+    return list(dict.fromkeys(bills)) if len(bills) == len(policies) else []
+
+
 def _tokens_of(requests: Sequence[tuple[Sequence[float], int]]) -> Iterable[Sequence[float]]:
     """Expected tokens of each request in a round with drafts of 0, 1, 2, ..., each up to its limit; as long as
     anything is added."""
@@ -336,7 +382,7 @@ class AutoLength:
 
     def __init__(self, pace: Pace, *, sampled: bool = False) -> None:
         self._pace = pace
-        self._lasting = pace.acceptance[sampled]
+        self._lasting, self.bill = pace.acceptance[sampled], pace.bills[sampled]
         self._acceptance = Acceptance(_ROW_DECAY, self._lasting)
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(pace.sureness[sampled])

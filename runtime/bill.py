@@ -1,0 +1,28 @@
+"""Decides whether a draft model earns what it takes: round by round it may promise to, and not keep it."""
+
+from __future__ import annotations
+
+import math
+
+_DECAY = 0.98  # per round in which it drafted: about the last 50 count
+_SURE = 1.5  # standard errors
+
+
+class Bill:
+    """What the rounds in which the draft model proposed saved, in seconds, all told: over what their tokens would have
+    taken without it, less what they took, the text that it had missed included. What a single choice leaves out shows
+    here: a draft that is asked here and there reads all that others wrote, and the rounds that promised most kept
+    least."""
+
+    def __init__(self) -> None:
+        self._saved = self._squares = 0.0
+
+    def record(self, saved: float) -> None:
+        """A round in which it proposed."""
+        self._saved = _DECAY * self._saved + saved
+        self._squares = _DECAY * self._squares + saved * saved
+
+    @property
+    def loses(self) -> bool:
+        """Whether it costs more than it brings, beyond chance."""
+        return self._saved < -_SURE * math.sqrt(self._squares)

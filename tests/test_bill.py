@@ -1,0 +1,206 @@
+"""What a draft model earns, all told: where it loses it rests, and then it does not even read the next prompt."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support_runtime import FixedCosts, collect, toy_pair
+from test_mutants import Mutant, must_die
+from test_policy import costs, next_length
+
+from leadout.runtime import bill, decoder, policy
+from leadout.runtime.bill import Bill
+from leadout.runtime.costs import Costs
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.settings import Settings
+
+DRAFT, TOKEN = 0.1, 0.02  # what a draft step takes, and each token more in a step of the target, which takes 1
+
+
+def a_pace(**options):
+    return Pace(costs(per_draft=DRAFT, per_token=TOKEN, **options))
+
+
+def spoiled(*bills):
+    for each in bills:
+        for _ in range(8):
+            each.record(-1.0)
+        assert each.loses
+
+
+def a_bill_knows_chance():
+    found = Bill()
+    assert not found.loses
+    for _ in range(100):
+        found.record(1.0)
+        found.record(-1.0)
+    assert not found.loses, "as much as it takes"
+    found = Bill()
+    for count in range(100):
+        assert not (count < 4 and found.loses), "so few say nothing"
+        found.record(0.5 if count % 2 else -1.0)
+    assert found.loses, "a quarter a round"
+    for _ in range(20):
+        found.record(1.0)
+    assert not found.loses, "what is long ago counts less"
+
+
+def amounts_are_right():
+    """Without a guess, with one, with text to make up for, with plain steps that are shorter on their own."""
+    pace = a_pace()
+    request, took = AutoLength(pace), 1.0 + 2 * (DRAFT + TOKEN)
+    recorded = []
+    request.bill.record = recorded.append
+    next_length(pace, request)
+    pace.settle([request], [3], 2)
+    pace.otherwise = 2.0
+    pace.settle([request], [3], 2)
+    pace.otherwise = 0.5
+    pace.settle([request], [3], 2)
+    pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
+    pace.tick(0, 12)
+    pace.lengths([request], [16], 1)
+    pace.settle([request], [3], 2)
+    assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
+    pace = a_pace()
+    for _ in range(7):
+        pace.costs.record_target(1, 1, 0.8, drafts=False, modelled=False)
+    request = AutoLength(pace)
+    recorded = []
+    request.bill.record = recorded.append
+    next_length(pace, request)
+    pace.settle([request], [3], 2)
+    pace.otherwise = 2.0
+    pace.settle([request], [3], 2)
+    assert recorded == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
+
+
+def what_is_measured_is_on_no_bill():
+    pace = Pace(Costs())
+    request = AutoLength(pace)
+    recorded = []
+    request.bill.record = recorded.append
+    assert next_length(pace, request) > 0
+    pace.settle([request], [1], 4)
+    pace.settle([FixedLength(4)], [1], 4)
+    assert not recorded
+
+
+def rows_of_one_kind_share_a_bill():
+    pace = a_pace(rows=3)
+    requests = [AutoLength(pace), AutoLength(pace), AutoLength(pace, sampled=True)]
+    spoiled(requests[0].bill)
+    assert requests[1].bill.loses and not requests[2].bill.loses
+    next_length(pace, *requests)
+    assert not pace.rest.resting, "for one of them it may still pay"
+    recorded = []
+    requests[0].bill.record = recorded.append
+    pace.settle(requests[:2], [1, 1], 1)
+    assert len(recorded) == 1
+
+
+def it_rests_and_is_tried():
+    pace = a_pace()
+    request = AutoLength(pace)
+    assert next_length(pace, request) > 0
+    spoiled(request.bill)
+    lengths = [next_length(pace, request) for _ in range(400)]
+    assert 2 <= sum(map(bool, lengths)) <= 12 and lengths[0] == 0, "tried, and rested again"
+    for _ in range(40):
+        request.bill.record(1.0)
+    pace.start()
+    assert all(next_length(pace, request) > 0 for _ in range(3))
+
+
+def a_prompt_is_not_read_for_nothing():
+    pace = a_pace()
+    request = AutoLength(pace)
+    recorded = []
+    record, request.bill.record = request.bill.record, lambda saved: (recorded.append(saved), record(saved))
+    pace.told(100, 2.0)
+    assert not pace.abstains([request], 100) and not pace.abstains([request], 100) and recorded == [-2.0]
+    pace.told(100, 2.0)
+    pace.settle([request], [4], 2)
+    assert not pace.abstains([request], 100) and min(recorded[1:]) > 0, "it was of use"
+    spoiled(request.bill)
+    assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
+    assert not pace.abstains([FixedLength(4)], 100) and not pace.abstains([request, FixedLength(4)], 100)
+    pace.rest.tick(32 * 2.0)
+    assert not pace.abstains([request], 100) and pace.abstains([request], 101), "once it rested for long enough"
+
+
+def a_model_that_abstains_reads_nothing():
+    target, draft = toy_pair(share=0.1)
+    both = Decoder(target, draft, costs=FixedCosts())
+    ask = lambda how="model": collect(  # noqa: E731
+        both.decode([([1, 2, 3, 4], Settings(max_new_tokens=20, draft=how))], eos_token_ids=()), 1
+    )
+    (text,), _ = ask("none")
+    draft.calls.clear()
+    spoiled(both._pace.bills[False])
+    both._pace._reading = math.inf
+    assert ask()[0] == [text] and (1, 3) not in draft.calls, "it may be tried later, and makes up for all then"
+    for _ in range(40):
+        both._pace.bills[False].record(1.0)
+    draft.calls.clear()
+    texts, last = ask()
+    assert texts == [text] and draft.calls[0] == (1, 3) and last[0].stats.accepted > 8
+
+
+def what_was_not_read_is_made_up_for(monkeypatch):
+    monkeypatch.setattr(Pace, "abstains", lambda *_: True)
+    target, draft = toy_pair(share=0.1)
+    both = Decoder(target, draft, costs=FixedCosts())
+    prompts = [[1, 2, 3, 4], [5, 6]]
+    ask = lambda how: collect(  # noqa: E731
+        both.decode([(p, Settings(max_new_tokens=20, draft=how)) for p in prompts], eos_token_ids=()), 2
+    )
+    texts, _ = ask("none")
+    draft.calls.clear()
+    again, last = ask("model")
+    assert again == texts and draft.calls[0] == (2, 4) and last[0].stats.accepted > 8
+
+
+CHECKS = [
+    a_bill_knows_chance,
+    amounts_are_right,
+    what_is_measured_is_on_no_bill,
+    rows_of_one_kind_share_a_bill,
+    it_rests_and_is_tried,
+    a_prompt_is_not_read_for_nothing,
+    a_model_that_abstains_reads_nothing,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_bill(check):
+    check()
+
+
+def test_what_was_not_read_is_made_up_for(monkeypatch):
+    what_was_not_read_is_made_up_for(monkeypatch)
+
+
+MUTANTS = [
+    Mutant("no chance", bill.Bill, "loses", "-_SURE * math.sqrt(self._squares)", "0.0"),
+    Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
+    Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
+    Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),
+    Mutant("what it missed is free", policy.Pace, "settle", "+ self.costs.catch_up(self.rows, self._lag)", ""),
+    Mutant("measuring is paid for", policy.Pace, "settle", "self._measures or", ""),
+    Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
+    Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),
+    Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
+    Mutant("reading is free", policy.Pace, "abstains", "bill.record(-self._idle)", "pass"),
+    Mutant("it is never read again", policy.Pace, "abstains", "and not self.rest.affords", "or self.rest.affords"),
+    Mutant("each row pays", policy, "bills_of", "list(dict.fromkeys(bills))", "bills"),
+    Mutant("fixed lengths rest, too", policy, "bills_of", "if len(bills) == len(policies) else []", ""),
+    Mutant("all prompts are read", decoder.Decoder, "_start", "not self._pace.abs", "True or self._pace.abs"),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    must_die(mutant, [lambda _, check=check: check() for check in CHECKS], monkeypatch)
