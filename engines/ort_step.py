@@ -51,7 +51,7 @@ class Step:
     places: memoryview = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.ids, self.places = memoryview(self.tokens.reshape(-1)), memoryview(self.positions.reshape(-1))
+        self.ids, self.places = self.tokens.reshape(-1).data, self.positions.reshape(-1).data
 
     def run(self) -> None:
         """Take the step. Raises whatever ONNX Runtime does."""

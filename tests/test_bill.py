@@ -42,7 +42,9 @@ def a_bill_knows_chance():
         assert not (count < 4 and found.loses), "so few say nothing"
         found.record(0.5 if count % 2 else -1.0)
     assert found.loses, "a quarter a round"
-    for _ in range(20):
+    for _ in range(400):
+        found.record(-1.0)
+    for _ in range(60):
         found.record(1.0)
     assert not found.loses, "what is long ago counts less"
 
