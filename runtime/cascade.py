@@ -61,6 +61,9 @@ class Plan(NamedTuple):
         return self.instead if self.instead is not None and self.instead.promises > self.promises else self
 
 
+_NOTHING = Plan()
+
+
 def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
     """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
     draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
@@ -181,9 +184,13 @@ class Cascade:
     def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
         model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
+        self._vigil.tick()
+        if not (self._vigil.awake or allotted or self._fixed) and self._model is not None:
+            self._asked = self._settles = False
+            self._plan = _NOTHING
+            return _NOTHING
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
         wanted = self._wanted(limit, rows)
-        self._vigil.tick()
         self._settles = self._vigil.awake and wanted is None
         self._asked = self._settles or bool(wanted)
         length, promised = self._from_model(min(limit, model_limit), allotted, rows)

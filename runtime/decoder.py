@@ -235,7 +235,7 @@ class Decoder:
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
     def _plan(self, rows: list[Row]) -> Items[Plan]:
-        self._pace.tick(mean_context(rows), self._drafting.behind(rows) if self._drafting else 0)
+        self._pace.tick(mean_context(rows), lambda: self._drafting.behind(rows) if self._drafting else 0)
         if self._plain:
             return [Plan()] * len(rows)
         limits, of_model = self._limits(rows)
@@ -282,9 +282,9 @@ class Decoder:
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             self.costs.record_target(len(rows), width, took, self._pace.past, drafts=drafted, modelled=modelled)
-            if modelled:
-                tokens = [verdict.accepted + 1 for verdict in verdicts]
-                self._pace.settle([row.policy for row in rows], tokens, max(lengths))
+            if modelled and self._drafting is not None:
+                tokens, lag = [verdict.accepted + 1 for verdict in verdicts], self._drafting.lag
+                self._pace.settle([row.policy for row in rows], tokens, max(lengths), lag)
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:

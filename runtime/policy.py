@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
@@ -141,7 +141,8 @@ class Pace:
         self._unclear = False  # what a plain step takes decides whether to draft
         self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
         self._idle = 0.0  # seconds that it took for the prompts of a text for which it has not proposed yet
-        self._round = self.past = self._lag = 0
+        self._round = self.past = 0
+        self._lag: Callable[[], int] = lambda: 0
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
@@ -167,9 +168,9 @@ class Pace:
         """The draft model read prompts of so many ``tokens``, which took so long."""
         self._reading, self._idle = seconds / max(1, tokens), seconds
 
-    def tick(self, past: int = 0, lag: int = 0) -> None:
-        """A round begins, on contexts of ``past`` tokens on average, of which the draft lacks ``lag``. Costs change
-        slowly: those looked up serve for 8 rounds, and of rest for 32."""
+    def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
+        """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
+        draft lacks. Costs change slowly: those looked up serve for 8 rounds, and of rest for 32."""
         if self.rest.resting:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
@@ -228,13 +229,13 @@ class Pace:
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
-    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int) -> None:
+    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
-        the longest draft. What was measured and not chosen is on nobody's bill."""
+        the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
         self._idle = 0.0
         if self._measures or length > MAX_DRAFT_LENGTH:
             return
-        took = self.seconds(self.rows)[length] + self.costs.catch_up(self.rows, self._lag)
+        took = self.seconds(self.rows)[length] + self.costs.catch_up(self.rows, lag)
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * self.otherwise)
@@ -268,17 +269,17 @@ class Pace:
         nothing."""
         if self._round % _REFRESH:
             return False
-        seconds, late = self.seconds(rows), self.costs.catch_up(rows, self._lag)
+        seconds, late = self.seconds(rows), self.costs.catch_up(rows, self._lag())
         return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + late)
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
-        longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
-        if longest <= 0:
-            return 0
         if not self.rest.resting and all(request.bill.loses for request, _ in requests):
             self.rest.begin()
         if self.rest.resting and not self._tries(rows):
+            return 0
+        longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
+        if longest <= 0:
             return 0
         reach = max(request.reach for request, _ in requests)
         if (first := self.first_length(min(longest, reach), rows)) is not None:

@@ -56,15 +56,13 @@ def amounts_are_right():
     recorded = []
     request.bill.record = recorded.append
     next_length(pace, request)
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 0)
     pace.otherwise = 2.0
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 0)
     pace.otherwise = 0.5
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 0)
     pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
-    pace.tick(0, 12)
-    pace.lengths([request], [16], 1)
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 12)
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
     pace = a_pace()
     for _ in range(7):
@@ -73,9 +71,9 @@ def amounts_are_right():
     recorded = []
     request.bill.record = recorded.append
     next_length(pace, request)
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 0)
     pace.otherwise = 2.0
-    pace.settle([request], [3], 2)
+    pace.settle([request], [3], 2, 0)
     assert recorded == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
 
 
@@ -85,8 +83,8 @@ def what_is_measured_is_on_no_bill():
     recorded = []
     request.bill.record = recorded.append
     assert next_length(pace, request) > 0
-    pace.settle([request], [1], 4)
-    pace.settle([FixedLength(4)], [1], 4)
+    pace.settle([request], [1], 4, 0)
+    pace.settle([FixedLength(4)], [1], 4, 0)
     assert not recorded
 
 
@@ -99,7 +97,7 @@ def rows_of_one_kind_share_a_bill():
     assert not pace.rest.resting, "for one of them it may still pay"
     recorded = []
     requests[0].bill.record = recorded.append
-    pace.settle(requests[:2], [1, 1], 1)
+    pace.settle(requests[:2], [1, 1], 1, 0)
     assert len(recorded) == 1
 
 
@@ -124,7 +122,7 @@ def a_prompt_is_not_read_for_nothing():
     pace.told(100, 2.0)
     assert not pace.abstains([request], 100) and not pace.abstains([request], 100) and recorded == [-2.0]
     pace.told(100, 2.0)
-    pace.settle([request], [4], 2)
+    pace.settle([request], [4], 2, 0)
     assert not pace.abstains([request], 100) and min(recorded[1:]) > 0, "it was of use"
     spoiled(request.bill)
     assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
@@ -190,7 +188,7 @@ MUTANTS = [
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),
-    Mutant("what it missed is free", policy.Pace, "settle", "+ self.costs.catch_up(self.rows, self._lag)", ""),
+    Mutant("what it missed is free", policy.Pace, "settle", "+ self.costs.catch_up(self.rows, lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "self._measures or", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),
