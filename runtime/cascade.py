@@ -57,8 +57,8 @@ class Plan(NamedTuple):
         return (self.instead or Plan()) if self.length and self.expected else self
 
     def beside_model(self) -> Plan:
-        """What the row does where the draft model is asked anyway, for others."""
-        return self.instead if self.instead is not None and self.instead.promises > self.promises else self
+        """What the row does where the draft model is asked anyway, for others: who must draft so many does."""
+        return self.instead if self.expected and self.instead and self.instead.promises > self.promises else self
 
 
 _NOTHING = Plan()

@@ -15,7 +15,7 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Cascade, Commons, Plan
+from leadout.runtime.cascade import Cascade, Commons, Plan, together
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
@@ -321,8 +321,8 @@ def test_fixed_drafts_of_a_batch_are_never_cut(monkeypatch):
     monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_token=3.0))
     fixed = [(REPEATS, Settings(draft="ngram", draft_length=7, max_new_tokens=20))]
     others = [(list(range(20)), Settings(draft="suffix", max_new_tokens=20)) for _ in range(3)]
-    alone, together = (decode(batch, eos=())[2][0] for batch in (fixed, fixed + others))
-    assert alone.by_drafter == together.by_drafter
+    alone, beside = (decode(batch, eos=())[2][0] for batch in (fixed, fixed + others))
+    assert alone.by_drafter == beside.by_drafter
 
 
 def test_a_row_that_repeats_does_not_make_the_others_steps_wide(monkeypatch):
@@ -350,3 +350,14 @@ def test_greedy_text_says_nothing_of_sampled_text(monkeypatch):
     assert lasting[False].rate() != 0.7 == lasting[True].rate()
     collect(decoder.decode([(6 * REPEATS, Settings(draft="auto", temperature=1.0, max_new_tokens=60))]), 1)
     assert sampled.records.keys() == greedy.records.keys() and lasting[True].rate() != 0.7
+
+
+def test_who_must_ask_the_model_does_whatever_he_could_guess():
+    """A length that is measured is the width of the step: guesses beside it would make it another's."""
+    guess = Plan("suffix", (1, 2, 3, 4, 5, 6), expected=(1.0, 1.9, 2.7, 3.4, 4.0, 4.5, 4.9))
+    free = Plan("model", length=1, expected=(1.0, 1.5), instead=guess)
+    assert free.beside_model() == guess and free._replace(instead=Plan()).beside_model().by == "model"
+    forced = free._replace(expected=())
+    assert forced.beside_model() == forced.without_model() == forced
+    plans = together([forced, forced._replace(instead=None)], Pace(FixedCosts(per_draft=0.5)))
+    assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
