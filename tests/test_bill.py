@@ -30,6 +30,17 @@ def spoiled(*bills):
         assert each.loses
 
 
+def settled(pace, *promised):
+    """What is put on a request's bill for rounds of three tokens and two drafts, beside guesses that promise so many
+    tokens a second."""
+    request, recorded = AutoLength(pace), []
+    request.bill.record = recorded.append
+    next_length(pace, request)
+    for pace.otherwise in promised:
+        pace.settle([request], [3], 2, 0)
+    return request, recorded
+
+
 def a_bill_knows_chance():
     found = Bill()
     assert not found.loses
@@ -51,30 +62,15 @@ def a_bill_knows_chance():
 
 def amounts_are_right():
     """Without a guess, with one, with text to make up for, with plain steps that are shorter on their own."""
-    pace = a_pace()
-    request, took = AutoLength(pace), 1.0 + 2 * (DRAFT + TOKEN)
-    recorded = []
-    request.bill.record = recorded.append
-    next_length(pace, request)
-    pace.settle([request], [3], 2, 0)
-    pace.otherwise = 2.0
-    pace.settle([request], [3], 2, 0)
-    pace.otherwise = 0.5
-    pace.settle([request], [3], 2, 0)
+    pace, took = a_pace(), 1.0 + 2 * (DRAFT + TOKEN)
+    request, recorded = settled(pace, 0.0, 2.0, 0.5)
     pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
     pace.settle([request], [3], 2, 12)
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
     pace = a_pace()
     for _ in range(7):
         pace.costs.record_target(1, 1, 0.8, drafts=False, modelled=False)
-    request = AutoLength(pace)
-    recorded = []
-    request.bill.record = recorded.append
-    next_length(pace, request)
-    pace.settle([request], [3], 2, 0)
-    pace.otherwise = 2.0
-    pace.settle([request], [3], 2, 0)
-    assert recorded == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
+    assert settled(pace, 0.0, 2.0)[1] == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
 
 
 def what_is_measured_is_on_no_bill():

@@ -13,7 +13,7 @@ import pytest
 from support_graphs import BRANCHING, LOWERINGS, Shape, reference, tokens, write
 
 from leadout.bundle import Model
-from leadout.engines import open_engine, providers
+from leadout.engines import open_engine, ort, providers
 from leadout.engines.base import EVEN, EvenEngine
 from leadout.engines.ort import SlotEngine, bucket
 from leadout.errors import BundleError, EngineError, UsageError
@@ -354,3 +354,15 @@ def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch:
     monkeypatch.setattr(ort, "InferenceSession", fallen)
     with pytest.raises(EngineError, match="provider 'cuda' fell back to CPUExecutionProvider"):
         SlotEngine(models["fp32"], provider="cuda")
+
+
+def test_a_prompt_s_binding_makes_room_not_a_draft_s(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "_KEPT_STEPS", 4)
+    row, fresh = tokens(C, 1, 40), []
+    for width in (1, 2, 3, 20, 30, 40):
+        fresh.append(engine.forward(row[:, :width], START)[0, -1].copy())
+    assert sorted(width for _, width, _, _ in engine._steps) == [1, 2, 3, 40]
+    kept = dict(engine._steps)
+    for width, wanted in zip((1, 2, 3, 20), fresh, strict=False):
+        assert np.array_equal(engine.forward(row[:, :width], START)[0, -1], wanted)
+    assert all(engine._steps[shape] is kept[shape] for shape in kept if shape[1] < 4)
