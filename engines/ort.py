@@ -338,8 +338,8 @@ class SlotEngine:
         if self._device_logits is not None:
             if self._device_logits.reserve(shape[0] * shape[1]):
                 self._forget_steps()
-        elif int(np.prod(shape)) > self._flat.size:
-            self._flat = np.zeros(shape, np.float32).reshape(-1)
+        elif (size := int(np.prod(shape))) > self._flat.size:
+            self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)
             self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
