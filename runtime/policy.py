@@ -9,13 +9,13 @@ from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
 from .free import Calibration
+from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH
 from .verify import Outcomes
 
 _FIRST_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds' worth of belief in what is known otherwise: at first, in the end
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
-_FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
 # What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
@@ -25,45 +25,6 @@ BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.25
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
-
-
-class Rest:
-    """The off switch, shared by all rows of a decoder because they share its steps. Where drafting does not pay it
-    rests, and is tried again once a try costs no more than 1/32 of the time it has rested since the last. Each failed
-    try halves that share, down to 1/512. (A draft that rested has all that was written meanwhile to make up for. Where
-    that alone takes more than such a share of writing it, the next text is tried, of which it lacks nothing.)"""
-
-    def __init__(self) -> None:
-        self.resting = self._tried = False
-        self._share, self._rested = _FIRST_SHARE, 0.0
-
-    def tick(self, seconds: float) -> None:
-        """Another round of rest, which takes that long."""
-        self._rested += seconds
-
-    def affords(self, price: float) -> bool:
-        """Whether a try that costs ``price`` seconds is due."""
-        return self._share * self._rested >= price
-
-    def attempt(self) -> None:
-        """It is tried; the next round knows what came of it."""
-        self.resting, self._tried, self._rested = False, True, 0.0
-
-    def begin(self) -> None:
-        """Drafting does not pay now."""
-        if self._tried:
-            self._share = max(_LEAST_SHARE, self._share / 2)
-        self.resting, self._tried = True, False
-
-    def restart(self) -> None:
-        """The text is another one: on, if what is known says so; and where drafting did not pay before, the first try
-        is not put off for as long."""
-        self.resting = self._tried = False
-        self._share = max(self._share, _SHARE_OF_A_NEW_TEXT)
-
-    def end(self) -> None:
-        """Drafting pays."""
-        self._share, self._tried = _FIRST_SHARE, False
 
 
 class Acceptance:

@@ -1,0 +1,44 @@
+"""Decides when a draft model that does not pay is tried again."""
+
+from __future__ import annotations
+
+_FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
+
+
+class Rest:
+    """The off switch, shared by all rows of a decoder because they share its steps. Where drafting does not pay it
+    rests, and is tried again once a try costs no more than 1/32 of the time it has rested since the last. Each failed
+    try halves that share, down to 1/512. (A draft that rested has all that was written meanwhile to make up for. Where
+    that alone takes more than such a share of writing it, the next text is tried, of which it lacks nothing.)"""
+
+    def __init__(self) -> None:
+        self.resting = self._tried = False
+        self._share, self._rested = _FIRST_SHARE, 0.0
+
+    def tick(self, seconds: float) -> None:
+        """Another round of rest, which takes that long."""
+        self._rested += seconds
+
+    def affords(self, price: float) -> bool:
+        """Whether a try that costs ``price`` seconds is due."""
+        return self._share * self._rested >= price
+
+    def attempt(self) -> None:
+        """It is tried; the next round knows what came of it."""
+        self.resting, self._tried, self._rested = False, True, 0.0
+
+    def begin(self) -> None:
+        """Drafting does not pay now."""
+        if self._tried:
+            self._share = max(_LEAST_SHARE, self._share / 2)
+        self.resting, self._tried = True, False
+
+    def restart(self) -> None:
+        """The text is another one: on, if what is known says so; and where drafting did not pay before, the first try
+        is not put off for as long."""
+        self.resting = self._tried = False
+        self._share = max(self._share, _SHARE_OF_A_NEW_TEXT)
+
+    def end(self) -> None:
+        """Drafting pays."""
+        self._share, self._tried = _FIRST_SHARE, False
