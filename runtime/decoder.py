@@ -188,8 +188,9 @@ class Decoder:
             self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
-                if not self._pace.abstains([row.policy for row in rows], sum(row.sequence.cached for row in rows)):
-                    self._pace.told(sum(row.sequence.cached for row in rows), self._tell(rows))
+                policies, tokens = [row.policy for row in rows], sum(row.sequence.cached for row in rows)
+                if not self._pace.abstains(policies, tokens):
+                    self._pace.told(policies, tokens, self._tell(rows))
             clock.lap("prefill")
         return clock
 

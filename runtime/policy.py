@@ -101,7 +101,10 @@ class Pace:
         self._measures = False  # it is measured
         self._unclear = False  # what a plain step takes decides whether to draft
         self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
-        self._idle = 0.0  # seconds that it took for the prompts of a text for which it has not proposed yet
+        self._idle: tuple[list[Bill], float] = (
+            [],
+            0.0,
+        )  # seconds for prompts for which it has not proposed yet, and whose
         self._round = self.past = 0
         self._lag: Callable[[], int] = lambda: 0
         self._steps: dict[int, list[float]] = {}
@@ -110,24 +113,23 @@ class Pace:
         self._first: dict[tuple[int, int], int | None] = {}
 
     def start(self) -> None:
-        """New requests begin: the switch is on."""
+        """New requests begin: the switch is on. What was read for nothing is on the bill now."""
         self.rest.restart()
+        bills, seconds = self._idle
+        for bill in bills:
+            bill.record(-seconds)
+        self._idle = [], 0.0
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
-        ``tokens`` is not even read, until it has rested for long enough to pay for that. (If it read the text before
-        for nothing, that is on the bill now.)"""
+        ``tokens`` is not even read, until it has rested for long enough to pay for that."""
         bills = bills_of(policies)
-        for bill in bills:
-            if self._idle:
-                bill.record(-self._idle)
-        self._idle = 0.0
         loses = bool(bills) and all(bill.loses for bill in bills)
         return loses and not self.rest.affords(self._reading * tokens)
 
-    def told(self, tokens: int, seconds: float) -> None:
-        """The draft model read prompts of so many ``tokens``, which took so long."""
-        self._reading, self._idle = seconds / max(1, tokens), seconds
+    def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
+        """The draft model read these requests' prompts of so many ``tokens``, which took so long."""
+        self._reading, self._idle = seconds / max(1, tokens), (bills_of(policies), seconds)
 
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
@@ -193,7 +195,7 @@ class Pace:
     def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
-        self._idle = 0.0
+        self._idle = [], 0.0
         if self._measures or length > MAX_DRAFT_LENGTH:
             return
         took = self.seconds(self.rows)[length] + self.costs.catch_up(self.rows, lag)

@@ -115,10 +115,13 @@ def a_prompt_is_not_read_for_nothing():
     request = AutoLength(pace)
     recorded = []
     record, request.bill.record = request.bill.record, lambda saved: (recorded.append(saved), record(saved))
-    pace.told(100, 2.0)
-    assert not pace.abstains([request], 100) and not pace.abstains([request], 100) and recorded == [-2.0]
-    pace.told(100, 2.0)
+    pace.told([request], 100, 2.0)
+    pace.start()
+    pace.start()
+    assert not pace.abstains([request], 100) and recorded == [-2.0], "once"
+    pace.told([request], 100, 2.0)
     pace.settle([request], [4], 2, 0)
+    pace.start()
     assert not pace.abstains([request], 100) and min(recorded[1:]) > 0, "it was of use"
     spoiled(request.bill)
     assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
@@ -189,7 +192,7 @@ MUTANTS = [
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
-    Mutant("reading is free", policy.Pace, "abstains", "bill.record(-self._idle)", "pass"),
+    Mutant("reading is free", policy.Pace, "start", "bill.record(-seconds)", "pass"),
     Mutant("it is never read again", policy.Pace, "abstains", "and not self.rest.affords", "or self.rest.affords"),
     Mutant("each row pays", policy, "bills_of", "list(dict.fromkeys(bills))", "bills"),
     Mutant("fixed lengths rest, too", policy, "bills_of", "if len(bills) == len(policies) else []", ""),
