@@ -19,7 +19,6 @@ from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
 from .vigil import Habit, Vigil
 
-_RECYCLING = ("recycling", "auto")
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
 
 
@@ -116,9 +115,10 @@ class Commons:
         """That of rows at this temperature."""
         return self.sampled if temperature > 0 else self.greedy
 
-    def drafters(self, kind: str, family: Family | None = None) -> list[FreeDrafter]:
+    def drafters(self, kind: str, family: Family | None = None, *, model: bool = False) -> list[FreeDrafter]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
-        is preferred. ``family``: the answers to its prompt, if there are others."""
+        is preferred. ``family``: the answers to its prompt, if there are others. ``model``: on a miss a draft model
+        may be asked, beside which recycled tokens bring nothing (docs/architecture.md)."""
         made: list[FreeDrafter] = []
         if kind == "ngram":
             made.append(NgramDrafter())
@@ -126,7 +126,7 @@ class Commons:
             made += [OwnText(), EarlierTexts(self.pool)]
         if kind in ("siblings", "auto") and family is not None:
             made.append(SiblingsDrafter(family))
-        if kind in _RECYCLING:
+        if kind == "recycling" or (kind == "auto" and not model):
             made.append(RecyclingDrafter(self.successors))
         return made
 
@@ -154,7 +154,9 @@ class Cascade:
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
         self._experience = experience = commons.experience(settings.temperature)
-        self._drafters = [experience.calibrated(each) for each in commons.drafters(settings.draft, family)]
+        drafters = commons.drafters(settings.draft, family, model=model is not None)
+        self._drafters = [experience.calibrated(each) for each in drafters]
+        self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
         self._vigil = Vigil(experience.habit)
         self._told = 0  # tokens of the text that all free drafters know
@@ -231,7 +233,7 @@ class Cascade:
         self._settle_promises(new)
         if self._plan.by == "model":
             self._experience.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
-        if self._kind in _RECYCLING:
+        if self._recycles:
             self._commons.successors.record_round(fed, new, logits)
         if self._settles:
             self._spent += perf_counter() - started
@@ -263,7 +265,7 @@ class Cascade:
         """Tell what was written while they slept."""
         if self._told == len(tokens):
             return
-        if self._kind in _RECYCLING and self._told:
+        if self._recycles and self._told:
             self._commons.successors.record_text(tokens[self._told - 1 :])
         for each in self._drafters:
             each.drafter.take(tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from .settings import MAX_DRAFT_LENGTH
 
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
-# doubling of its rows): what rows cost together cannot be told from one.
-_FIRST_ALONE, _FIRST_TOGETHER = ((4, 8, 2, 1, 3, 0), 2), ((1, 0, 3), 1)
+# doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
+_FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
 _RECENT = 7
 _STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once; the
 # next time after twice as many
@@ -186,25 +186,33 @@ class Costs:
         """Seconds of one step of the draft; 0 while it was never measured."""
         return self._known("draft", rows, context_bucket(past)).get(1, 0.0)
 
-    def catch_up(self, rows: int, lag: int) -> float:
-        """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks; 0 while that was
-        never measured."""
-        return rows * max(0, lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, 0.0)
+    def catch_up(self, rows: int, lag: int, guess: float = 0.0) -> float:
+        """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks: ``guess`` for each
+        while that was never measured."""
+        return rows * max(0, lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""
         return self._known("host", rows, 0).get(1, 0.0)
 
-    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
+    def first_length(
+        self, limit: int, rows: int = 1, narrowest: int = 1, best: Callable[[], int] | None = None
+    ) -> int | None:
         """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
         it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
-        target steps with."""
+        target steps with. ``best`` says which length seems to be, as far as is known: once two are measured, only what
+        is near to it is worth measuring (without it, all)."""
         lengths, samples = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
-        for length in lengths:
-            place = rows.bit_length(), max(length + 1, narrowest)
-            if length <= limit and (self._samples[place] < samples or self._stale(place)):
-                return length
-        return None
+        places = {length: (rows.bit_length(), max(length + 1, narrowest)) for length in lengths}
+        known = {place for place in places.values() if self._samples[place] >= samples}
+        legal = [length for length in lengths if length <= limit]
+        lacking = [length for length in legal if places[length] not in known]
+        if best is not None and lacking and len(known) >= _ROUGHLY:
+            seems = best()
+            near = min(legal, key=lambda length: abs(length - seems))
+            lacking = [near] if near in lacking else []
+        stale = (length for length in legal if self._samples[places[length]] and self._stale(places[length]))
+        return lacking[0] if lacking else next(stale, None)
 
     def _stale(self, place: tuple[int, int]) -> bool:
         return self._round - self._used.get(place, 0) > _STALE << self._renewed[place]

@@ -188,7 +188,8 @@ class Decoder:
             self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
                 self._drafting.reset(len(rows))
-                policies, tokens = [row.policy for row in rows], sum(row.sequence.cached for row in rows)
+                policies, prompts = [row.policy for row in rows], {tuple(row.sequence.tokens[:-1]) for row in rows}
+                tokens = sum(map(len, prompts))  # equal prompts are read once
                 if not self._pace.abstains(policies, tokens):
                     self._pace.told(policies, tokens, self._tell(rows))
             clock.lap("prefill")

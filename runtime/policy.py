@@ -169,13 +169,13 @@ class Pace:
             known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
         return known
 
-    def first_length(self, limit: int, rows: int) -> int | None:
+    def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
         """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
-        known to say whether drafting pays."""
+        known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
         if self._unclear and self.costs.lacks_plain(rows):
             return 0
         if (limit, rows) not in self._first:
-            self._first[limit, rows] = self.costs.first_length(limit, rows, self.narrowest)
+            self._first[limit, rows] = self.costs.first_length(limit, rows, self.narrowest, best)
         return self._first[limit, rows]
 
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
@@ -198,7 +198,7 @@ class Pace:
         self._idle = [], 0.0
         if self._measures or length > MAX_DRAFT_LENGTH:
             return
-        took = self.seconds(self.rows)[length] + self.costs.catch_up(self.rows, lag)
+        took = self.seconds(self.rows)[length] + self._catch_up(lag)
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * self.otherwise)
@@ -232,8 +232,13 @@ class Pace:
         nothing."""
         if self._round % _REFRESH:
             return False
-        seconds, late = self.seconds(rows), self.costs.catch_up(rows, self._lag())
-        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + late)
+        seconds = self.seconds(rows)
+        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + self._catch_up(self._lag()))
+
+    def _catch_up(self, lag: int) -> float:
+        """Seconds that the draft model takes for ``lag`` tokens that it lacks: as long as for those of a prompt while
+        that was never measured."""
+        return self.costs.catch_up(self.rows, lag, self._reading)
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
@@ -245,7 +250,8 @@ class Pace:
         if longest <= 0:
             return 0
         reach = max(request.reach for request, _ in requests)
-        if (first := self.first_length(min(longest, reach), rows)) is not None:
+        first = self.first_length(min(longest, reach), rows, lambda: _largest(self._hopes(requests, rows, _HOPE)))
+        if first is not None:
             self.explores = self._measures = True
             return first
         if self.rest.resting:
@@ -253,7 +259,7 @@ class Pace:
             self.explores = True
             return _PROBE_LENGTH
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
-        best = speeds.index(max(speeds))
+        best = _largest(speeds)
         self._unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
@@ -269,12 +275,16 @@ class Pace:
         return length > 0 and pays(speeds[length] / speeds[0], seconds[length] / seconds[0])
 
     def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
-        """The length that would pay if these requests' drafts were as good as the little that was seen of them does
-        not rule out: a draft that rests must catch up, so that it seldom gets a second chance in a text. Else 0."""
-        errors = _HOPE / math.sqrt(len(requests))  # rows err each for itself
-        speeds = self._speeds([(request.hoped(errors), limit) for request, limit in requests], rows)
-        best = speeds.index(max(speeds))
+        """The length that would pay at the speeds to hope for; else 0. A draft that rests must catch up, so that it
+        seldom gets a second chance in a text."""
+        speeds = self._hopes(requests, rows, _HOPE / math.sqrt(len(requests)))  # rows err each for itself
+        best = _largest(speeds)
         return best if self._pays(speeds, best, rows) else 0
+
+    def _hopes(self, requests: Sequence[tuple[AutoLength, int]], rows: int, errors: float) -> list[float]:
+        """Tokens a second if these requests' drafts are as good as the little that was seen of them does not rule out,
+        so many standard ``errors`` above it."""
+        return self._speeds([(request.hoped(errors), limit) for request, limit in requests], rows)
 
     def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
         together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
@@ -321,6 +331,10 @@ def bills_of(policies: Sequence[Policy]) -> list[Bill]:
     """Each bill once; none where a length is fixed, for then nobody asks what it costs."""
     bills = [policy.bill for policy in policies if isinstance(policy, AutoLength)]
     return list(dict.fromkeys(bills)) if len(bills) == len(policies) else []
+
+
+def _largest(values: Sequence[float]) -> int:
+    return values.index(max(values))
 
 
 def _tokens_of(requests: Sequence[tuple[Sequence[float], int]]) -> Iterable[Sequence[float]]:

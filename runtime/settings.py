@@ -42,7 +42,8 @@ class Settings:
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``draft`` says who proposes: the draft model; text
     that repeats (``ngram``: in the answer and its prompt; ``suffix``: in earlier requests too; ``siblings``: in other
     answers of the call to the same prompt); ``recycling``, what the target found likeliest after each token; nobody
-    (``none``); or, with ``auto``, the most promising of model, suffix, siblings and recycling, each round.
+    (``none``); or, with ``auto``, the most promising of model, suffix and siblings, each round (of recycling, too,
+    where there is no draft model).
     ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule`` ``auto`` is greedy at temperature 0,
     else coupled if a seed was given or the draft is deterministic, else block. With ``rejection`` and ``block`` a seed
     repeats a text only at a fixed draft length of ``model`` or ``ngram``.

@@ -192,8 +192,8 @@ class FixedCosts(Costs):
     def lacks_plain(self, rows: int) -> bool:
         return False
 
-    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1) -> int | None:
-        return super().first_length(limit, 1, narrowest)
+    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1, *best: Any) -> int | None:
+        return super().first_length(limit, 1, narrowest, *best)
 
     def record_host(self, rows: int, seconds: float) -> None:
         pass

@@ -187,7 +187,7 @@ MUTANTS = [
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),
-    Mutant("what it missed is free", policy.Pace, "settle", "+ self.costs.catch_up(self.rows, lag)", ""),
+    Mutant("what it missed is free", policy.Pace, "settle", "+ self._catch_up(lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "self._measures or", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),

@@ -130,14 +130,16 @@ def test_the_start_up_measurement_is_made_by_whoever_there_is(model):
     costs = Costs()
     chooser, _ = cascade(range(16), costs=costs, model=model, rate=0.01)
     lengths = []
-    for _ in range(10):
+    for _ in range(12):
         plan = choose(chooser, 16, 16)
-        assert plan.by == ("model" if model else "fixed")
         lengths.append(plan.length or len(plan.tokens))
+        assert plan.by == (("model" if model else "fixed") if lengths[-1] else "none")
         costs.record_target(1, lengths[-1] + 1, 1.0 + 0.1 * lengths[-1])
         costs.record_draft(1, plan.length, 0.2 * plan.length)
-    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3]
-    if not model:
+    if model:
+        assert lengths[:5] == [4, 4, 0, 0, 2] and 8 not in lengths
+    else:
+        assert lengths == [4, 4, 0, 0, 2, 2, 1, 1, 3, 3, 8, 8]
         assert len(choose(chooser, 16, 16).tokens) <= 1, "and then the guess is known to be worth nothing"
 
 
@@ -224,18 +226,17 @@ def test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone(draft, r
 
 def test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(monkeypatch):
     """Its twin as the target accepts all it ever drafts: between free rounds, in rows that move, after each other."""
-    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.2))
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.35))
     law = mixed_law(table_law(9, order=1, sharpness=4.0), table_law(9, seed=1, sharpness=4.0), 0.3)
     target, twin = (ToyEngine(law, 9, max_context=256) for _ in range(2))  # it repeats, yet depends on the whole text
     lengths = (90, 20, 60, 120, 35)
-    sampling = {"draft": "auto", "temperature": 0.6}
+    sampling = {"draft": "auto", "temperature": 0.4}
     batch = [([1, 2, 3, i], Settings(max_new_tokens=n, seed=i, **sampling)) for i, n in enumerate(lengths)]
     _, _, stats = decode(batch, pair=(target, twin), eos=())
     shares = [each.by_drafter for each in stats]
     for share in shares:
         assert share["model"]["accepted"] == share["model"]["tested"] > 0
-    free = [share.get("suffix", {}).get("rounds", 0) + share.get("recycling", {}).get("rounds", 0) for share in shares]
-    assert sum(count > 0 for count in free) >= 3
+    assert sum("suffix" in share for share in shares) >= 3
 
 
 def test_the_draft_model_is_not_asked_for_rows_that_guess(monkeypatch):
@@ -245,8 +246,7 @@ def test_the_draft_model_is_not_asked_for_rows_that_guess(monkeypatch):
     _, _, stats = decode([([1, 2, 3], Settings(draft="auto", max_new_tokens=80))], pair=(target, draft), eos=())
     share = stats[0].by_drafter
     assert sum(width for _, width in draft.calls) <= 2 + 80 + share.get("model", {"drafted": 0})["drafted"]
-    free = sum(share[name]["rounds"] for name in ("suffix", "recycling"))
-    assert share.get("model", {"rounds": 0})["rounds"] <= 3 < free
+    assert share.get("model", {"rounds": 0})["rounds"] <= 3 < share["suffix"]["rounds"]
 
 
 def test_shares_add_up_and_drafted_tokens_are_marked():
@@ -256,7 +256,7 @@ def test_shares_add_up_and_drafted_tokens_are_marked():
         stats = events[-1].stats
         for name in ("rounds", "drafted", "tested", "accepted"):
             assert sum(share[name] for share in stats.by_drafter.values()) == getattr(stats, name)
-        allowed = {"model", "suffix", "recycling"} if draft == "auto" else {draft}
+        allowed = {"model", "suffix"} if draft == "auto" else {draft}
         assert set(stats.by_drafter) <= allowed | {"none"}
         assert sum(from_draft for event in events for _, from_draft in event.tokens) == stats.accepted
         assert stats.to_dict()["by_drafter"] == stats.by_drafter
@@ -290,7 +290,7 @@ def test_recycling_learns_from_rows_the_answer_never_used():
 def test_auto_without_a_draft_model_uses_what_is_free_and_model_is_refused():
     target = toy_pair(order=1)[0]
     stats = decode([(REPEATS, Settings(draft="auto", max_new_tokens=60))], decoder=Decoder(target, None), eos=())[2][0]
-    assert set(stats.by_drafter) <= {"suffix", "recycling", "none"} and stats.accepted > 20
+    assert {"suffix", "recycling"} <= set(stats.by_drafter) <= {"suffix", "recycling", "none"} and stats.accepted > 20
     with pytest.raises(UsageError, match="draft 'model' needs a draft model"):
         Decoder(target, None).decode([([1], Settings(draft="model"))])
 

@@ -36,8 +36,8 @@ def prices(root: Path):
     return lambda name: Prices.read(root / "benchmarks" / "devices.json", name)
 
 
-def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS):
-    """Tokens per second after a text that warms up: of a draft that agrees with its target but for ``share``."""
+def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS, warm=1):
+    """Tokens per second after ``warm`` texts: of a draft that agrees with its target but for ``share``."""
     laws = [table_law(VOCAB, seed=seed, order=2, sharpness=3.0, rows=4001) for seed in (1, 2)]
     target = Priced(ToyEngine(laws[0], VOCAB, max_context=256), clock, prices.target, beside=prices.beside)
     model = Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
@@ -46,10 +46,10 @@ def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, le
     if temperature and draft != "none":
         options["rule"] = "block"
     tokens = seconds = 0.0
-    for text in range(texts + 1):
+    for text in range(texts + warm):
         each = [Settings(max_new_tokens=LENGTH, ignore_eos=True, seed=10 * text + i, **options) for i in range(rows)]
         for event in decode([([1, 2, text, i], settings) for i, settings in enumerate(each)]):
-            if text and event.stats is not None:
+            if text >= warm and event.stats is not None:
                 tokens += event.stats.tokens
                 seconds += event.stats.total_seconds - event.stats.seconds["prefill"]
     return tokens / seconds
@@ -63,6 +63,14 @@ def test_no_draft_however_bad_makes_anyone_slower(clock, prices, device, rows, d
     plain = speed(clock, prices(device), draft="none", **given)
     for share in (0.1, 0.6, 1.0):
         assert speed(clock, prices(device), draft=draft, share=share, **given) > 0.95 * plain, share
+
+
+@pytest.mark.parametrize(("device", "rows"), CELLS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_useless_draft_costs_a_first_text_little(clock, prices, device, rows, temperature):
+    given = {"rows": rows, "temperature": temperature, "texts": 1, "warm": 0}
+    plain = speed(clock, prices(device), draft="none", **given)
+    assert speed(clock, prices(device), draft="model", share=1.0, **given) > 0.9 * plain
 
 
 @pytest.mark.parametrize(("rows", "gain"), [(1, 2.4), (4, 1.5), (16, 1.1)])

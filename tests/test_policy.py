@@ -144,8 +144,8 @@ def test_the_start_up_measures_each_width_twice():
     while (length := table.first_length(16)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
-    assert lengths == [4, 4, 8, 8, 2, 2, 1, 1, 3, 3, 0, 0]
-    assert Costs().first_length(3) == 2 and Costs().first_length(0) == 0
+    assert lengths == [4, 4, 0, 0, 2, 2, 1, 1, 3, 3, 8, 8]
+    assert Costs().first_length(3) == Costs().first_length(0) == 0
 
 
 def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely():
@@ -157,7 +157,7 @@ def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely()
         length = table.first_length(16)
         asked += [] if length is None else [(length, i)]
         table.record_target(1, 1 + (length or 0), 1.0)
-    assert [length for length, _ in asked] == [4, 8, 2, 1, 3] * 3, "no draft at all is used all the time"
+    assert [length for length, _ in asked] == [4, 2, 1, 3, 8] * 3, "no draft at all is used all the time"
     gaps = [round_ - before for (_, before), (_, round_) in zip(asked, asked[5:], strict=False)]
     for time, rest in enumerate((512, 1024)):
         assert all(rest < gap < rest + 25 for gap in gaps[5 * time : 5 * time + 5])
