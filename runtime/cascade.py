@@ -183,14 +183,24 @@ class Cascade:
             self._vigil.settle(self._saved, self._spent, chosen=self._chosen)
             self._settles = False
 
+    @property
+    def dozes(self) -> bool:
+        """Whether there is nothing to choose in the next round if the draft model rests: free drafters sleep, too."""
+        return self._model is not None and self._fixed is None and self._vigil.sleeps_on
+
+    def doze(self) -> Plan:
+        """The plan for a round in which nobody drafts."""
+        self._vigil.tick()
+        self._asked = self._settles = False
+        self._plan = _NOTHING
+        return _NOTHING
+
     def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
         """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
         model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
+        if self.dozes and not allotted:
+            return self.doze()
         self._vigil.tick()
-        if not (self._vigil.awake or allotted or self._fixed) and self._model is not None:
-            self._asked = self._settles = False
-            self._plan = _NOTHING
-            return _NOTHING
         limit = max(0, min(limit, MAX_DRAFT_LENGTH))
         wanted = self._wanted(limit, rows)
         self._settles = self._vigil.awake and wanted is None

@@ -240,6 +240,8 @@ class Decoder:
         self._pace.tick(mean_context(rows), lambda: self._drafting.behind(rows) if self._drafting else 0)
         if self._plain:
             return [Plan()] * len(rows)
+        if self._pace.idle(len(rows)) and all(row.cascade is not None and row.cascade.dozes for row in rows):
+            return [row.cascade.doze() for row in rows if row.cascade is not None]
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [

@@ -145,6 +145,11 @@ class Pace:
         if fresh or any(length is not None for length in self._first.values()):
             self._first.clear()
 
+    def idle(self, rows: int) -> bool:
+        """Whether the draft model rests through this round of so many rows, for not even a try can be due."""
+        self.rows = rows
+        return self.rest.resting and self._round % _REFRESH != 0
+
     def steps(self, rows: int) -> list[float]:
         """Expected seconds of the target's step that verifies 0..16 drafts (one each while nothing is measured)."""
         if (known := self._steps.get(rows)) is None:
@@ -230,7 +235,7 @@ class Pace:
     def _tries(self, rows: int) -> bool:
         """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
         nothing."""
-        if self._round % _REFRESH:
+        if self.idle(rows):
             return False
         seconds = self.seconds(rows)
         return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + self._catch_up(self._lag()))

@@ -44,6 +44,11 @@ class Vigil:
         """Whether they are asked in this round."""
         return self._sleep == 0
 
+    @property
+    def sleeps_on(self) -> bool:
+        """Whether they will not be asked in the next round either."""
+        return self._sleep > 1
+
     def tick(self) -> None:
         """A round begins."""
         self._sleep = max(0, self._sleep - 1)
