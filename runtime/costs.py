@@ -15,8 +15,9 @@ from .settings import MAX_DRAFT_LENGTH
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
 _FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
 _RECENT = 7
-_STALE = 256  # rounds: a length of the start-up measurement that was not used for so long is measured anew, once; the
-# next time after twice as many
+# Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
+# always as fast; the next time after twice as many, up to 16 times.
+_STALE, _DOUBLINGS = 256, 4
 _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
@@ -48,6 +49,13 @@ class Recent:
     def append(self, seconds: float) -> None:
         self._last.append(seconds)
         self._middle = None
+
+    def fade(self) -> None:
+        """All was long ago: the next measurement counts for as much as what is known, and the less of the two holds."""
+        if self._last:
+            middle = self.middle
+            self._last.clear()
+            self.append(middle)
 
     @property
     def middle(self) -> float:
@@ -107,22 +115,20 @@ class Costs:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
         ``modelled``: the draft model ran in this round."""
         self._calm = 0 if modelled else self._calm + 1
-        plain, size = not drafts and self._calm > _CALM, rows.bit_length()
-        self._record("plain" if plain else "target", rows, context_bucket(past), width, seconds)
+        plain, size, bucket = not drafts and self._calm > _CALM, rows.bit_length(), context_bucket(past)
+        part, place = ("plain", (size, _NO_WIDTH)) if plain else ("target", (size, width))
+        if place in self._used and self._stale(place):
+            self._renewed[place] += 1
+            self._recent(part, rows, bucket, width).fade()
+        self._record(part, rows, bucket, width, seconds)
         self._round += 1
-        if plain:
-            self._use((size, _NO_WIDTH))
-        self._use((size, width))
+        for used in {place, (size, width)}:
+            self._samples[used] += 1
+            self._used[used] = self._round
 
     def disturb(self) -> None:
         """A draft model has run, besides rounds: it took a prompt in."""
         self._calm = 0
-
-    def _use(self, place: tuple[int, int]) -> None:
-        if place in self._used and self._stale(place):
-            self._renewed[place] += 1
-        self._samples[place] += 1
-        self._used[place] = self._round
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
         """``steps`` of the draft, the first of which took in ``lag`` committed tokens that a row of it lacked."""
@@ -215,7 +221,7 @@ class Costs:
         return lacking[0] if lacking else next(stale, None)
 
     def _stale(self, place: tuple[int, int]) -> bool:
-        return self._round - self._used.get(place, 0) > _STALE << self._renewed[place]
+        return self._round - self._used.get(place, 0) > _STALE << min(self._renewed[place], _DOUBLINGS)
 
     def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each costs now."""

@@ -240,8 +240,8 @@ class Decoder:
         self._pace.tick(mean_context(rows), lambda: self._drafting.behind(rows) if self._drafting else 0)
         if self._plain:
             return [Plan()] * len(rows)
-        if self._pace.idle(len(rows)) and all(row.cascade is not None and row.cascade.dozes for row in rows):
-            return [row.cascade.doze() for row in rows if row.cascade is not None]
+        if self._pace.idle(len(rows)) and all(map(dozes, rows)):
+            return [row.cascade.doze() if row.cascade is not None else Plan("model") for row in rows]
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
@@ -334,6 +334,11 @@ class Decoder:
                     live[place] = last
         self.costs.record_host(len(rows), clock.charge([row.stats for row in rows]))
         return live
+
+
+def dozes(row: Row) -> bool:
+    """Whether nobody drafts for the row while the draft model rests."""
+    return isinstance(row.policy, AutoLength) if row.cascade is None else row.cascade.dozes
 
 
 def mean_context(rows: list[Row]) -> int:

@@ -197,6 +197,7 @@ MUTANTS = [
     Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.first_length(limit, rows)", "None"),
     Mutant("verification is free", policy.Pace, "steps", "steps[width] for width", "steps[2] for width"),
     Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
+    Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
     Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
     Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),
     Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),

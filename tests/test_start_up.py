@@ -50,6 +50,20 @@ def all_is_measured_where_nobody_says_what_is_best():
     assert lengths == [0, 0, 2, 2, 1, 1, 3, 3]
 
 
+def one_measurement_is_enough_to_learn_that_a_device_is_faster_now():
+    table = Costs()
+    for _ in range(12):
+        table.record_target(1, 1, 2.0, drafts=False, modelled=False)
+    for _ in range(300):
+        table.record_target(1, 5, 1.5)
+    assert table.lacks_plain(1) and table.plain(1, 1) == 2.0
+    while table.lacks_plain(1):
+        table.record_target(1, 1, 1.0, drafts=False, modelled=False)
+    assert table.plain(1, 1) == 1.0
+    table.record_target(1, 1, 1.8, drafts=False, modelled=False)
+    assert table.plain(1, 1) == 1.8, "nothing is left of what was long ago"
+
+
 def tries(reading):
     """Rounds in which a draft is tried that does not pay, lacks ever more, and takes ``reading`` a prompt's token."""
     pace = Pace(FixedCosts(per_draft=5.0))
@@ -80,6 +94,7 @@ CHECKS = [
     only_what_may_be_the_best_is_measured,
     a_batch_asks_for_less,
     all_is_measured_where_nobody_says_what_is_best,
+    one_measurement_is_enough_to_learn_that_a_device_is_faster_now,
     what_was_missed_has_a_price_before_it_was_measured,
     equal_prompts_are_read_once,
 ]
@@ -89,6 +104,10 @@ MUTANTS = [
     Mutant("the nearest length is the first", costs.Costs, "first_length", "abs(length - seems)", "length"),
     Mutant(
         "what is known is measured again", costs.Costs, "first_length", "[near] if near in lacking else []", "[near]"
+    ),
+    Mutant("what was long ago outvotes what is", costs.Recent, "fade", "self._last.clear()", "pass"),
+    Mutant(
+        "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),
     Mutant("nothing is hoped for", policy.Pace, "_joint", "requests, rows, _HOPE", "requests, rows, -4.0"),
     Mutant("what it missed is free until then", policy.Pace, "_catch_up", ", self._reading", ""),
