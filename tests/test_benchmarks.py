@@ -126,3 +126,18 @@ def test_lengths_are_swept_for_each_kind(root: Path, tiny_bundle: Path, tmp_path
             )
     path.write_text('{"prompt": "x"}', encoding="utf-8")
     assert "without 'kind'" in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr
+
+
+@pytest.mark.slow
+def test_parts_are_taken_away_one_at_a_time_and_put_back(root: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "kinds.jsonl", tmp_path / "parts.json"
+    rows = [{"kind": kind, "prompt": text} for kind in "ab" for text in ("x = 1\nx = 1\n", f"import {kind}")]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    command = [sys.executable, str(root / "benchmarks" / "parts.py"), str(tiny_bundle), "--prompts", str(path)]
+    reports = []
+    for texts in ("0", "0", "1"):
+        options = ["--max-new-tokens", "24", "--texts", texts, "--json", str(out)]
+        subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+        reports.append(json.loads(out.read_text(encoding="utf-8"))["rates"])
+    assert reports[0] == reports[1] != reports[2], "priced: the same every time"
+    assert len(reports[0]) == 12 and len(set(reports[0].values())) > 3, "most parts do something"
