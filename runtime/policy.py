@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
@@ -13,8 +14,6 @@ from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH
 from .verify import Outcomes
 
-_FIRST_ACCEPTANCE = 0.7
-_PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds' worth of belief in what is known otherwise: at first, in the end
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
@@ -25,63 +24,6 @@ BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.25
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
-
-
-class Acceptance:
-    """How often drafts are accepted at each position once they are reached, over the last rounds.
-
-    Only rounds that reached a position count there, as far as they did (``Verdict.outcomes``): what stands behind the
-    first rejection is censored, not rejected.
-    Each position is shrunk to what stood in ``before`` when this began, scaled as the other positions' rates changed;
-    that is believed ever less, as all that is long ago.
-    """
-
-    def __init__(self, decay: float, before: Acceptance | None = None) -> None:
-        self._decay = decay
-        self._rate_before = before.rate() if before else _FIRST_ACCEPTANCE
-        self._before = before.at_positions() if before else [_FIRST_ACCEPTANCE] * MAX_DRAFT_LENGTH
-        self._rounds, self._weight = 0, _PRIOR_WEIGHT
-        self._tested: list[float] = []  # as many positions as were ever tested
-        self._accepted: list[float] = []
-
-    def observe(self, outcomes: Outcomes) -> None:
-        self._rounds += 1
-        self._weight = max(_LASTING_WEIGHT, self._decay * self._weight)
-        missing = [0.0] * (len(outcomes) - len(self._tested))
-        self._tested += missing
-        self._accepted += missing
-        for position in range(len(self._tested)):
-            reached, kept = outcomes[position] if position < len(outcomes) else (0.0, 0.0)
-            self._tested[position] = self._decay * self._tested[position] + reached
-            self._accepted[position] = self._decay * self._accepted[position] + kept
-
-    def rate(self) -> float:
-        """Over all positions."""
-        return (self._weight * self._rate_before + sum(self._accepted)) / (self._weight + sum(self._tested))
-
-    def at_positions(self) -> list[float]:
-        """At each of the 16 positions."""
-        before, weight = self._rate_before, self._weight
-        tests, kept = weight + sum(self._tested), weight * before + sum(self._accepted)
-        rates = [min(1.0, kept / tests / before * rate) for rate in self._before]
-        for position, (tested, accepted) in enumerate(zip(self._tested, self._accepted, strict=True)):
-            others = (kept - accepted) / (tests - tested) / before
-            prior = min(1.0, others * self._before[position])
-            rates[position] = min(1.0, max(0.0, (weight * prior + accepted) / (weight + tested)))
-        return rates
-
-    def expected_tokens(self, hope: float = 0.0) -> list[float]:
-        """Of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1,
-        without assuming that positions are alike). Ends where a draft is hardly ever that long: 2 % survives.
-        ``hope``: with rates so many standard errors above what was seen in so few rounds."""
-        tokens, survival = [1.0], 1.0
-        for rate in self.at_positions():
-            if hope:
-                rate = min(1.0, rate + hope * math.sqrt(rate * (1.0 - rate) / (_PRIOR_WEIGHT + self._rounds)))
-            if (survival := survival * rate) < 0.02:
-                break
-            tokens.append(tokens[-1] + survival)
-        return tokens
 
 
 class Pace:
@@ -228,8 +170,8 @@ class Pace:
         for policy in auto:
             seen = policy.sureness
             promised = policy.tokens[min(length, len(policy.tokens) - 1)]
-            tokens += (_PRIOR_WEIGHT * promised + seen.tokens) / (_PRIOR_WEIGHT + seen.rounds)
-            took += (_PRIOR_WEIGHT * seconds[length] + seen.seconds) / (_PRIOR_WEIGHT + seen.rounds) / len(auto)
+            tokens += (PRIOR_WEIGHT * promised + seen.tokens) / (PRIOR_WEIGHT + seen.rounds)
+            took += (PRIOR_WEIGHT * seconds[length] + seen.seconds) / (PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
     def _tries(self, rows: int) -> bool:

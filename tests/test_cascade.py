@@ -247,6 +247,15 @@ def test_the_draft_model_is_not_asked_for_rows_that_guess(monkeypatch):
     share = stats[0].by_drafter
     assert sum(width for _, width in draft.calls) <= 2 + 80 + share.get("model", {"drafted": 0})["drafted"]
     assert share.get("model", {"rounds": 0})["rounds"] <= 3 < share["suffix"]["rounds"]
+    assert share["none"]["rounds"] < 10, "guesses go on while the model rests"
+
+
+def test_a_model_that_rests_for_one_row_drafts_for_another_that_asks_for_a_length(monkeypatch):
+    monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=5.0))
+    batch = [([1, 2, 3], Settings(draft="model", draft_length=length, max_new_tokens=40)) for length in ("auto", 2)]
+    resting, fixed = (stats.by_drafter for stats in decode(batch, pair=toy_pair(9, order=1), eos=())[2])
+    assert set(resting) == {"none"} and set(fixed) <= {"model", "none"}
+    assert fixed.get("none", {"rounds": 0})["rounds"] <= 1, "but for the last token"
 
 
 def test_shares_add_up_and_drafted_tokens_are_marked():

@@ -87,6 +87,12 @@ def the_draft_s_cache_is_right(monkeypatch):
         test_cascade.test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(patch)
 
 
+def others_draft_while_the_model_rests(monkeypatch):
+    with monkeypatch.context() as patch:
+        test_cascade.test_the_draft_model_is_not_asked_for_rows_that_guess(patch)
+        test_cascade.test_a_model_that_rests_for_one_row_drafts_for_another_that_asks_for_a_length(patch)
+
+
 def laws_hold(monkeypatch):
     with monkeypatch.context() as patch:
         test_cascade.test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone("auto", "block", patch)
@@ -153,6 +159,7 @@ CHECKS = [
     the_model_is_judged_by_its_own_drafts,
     a_row_s_guesses_do_not_depend_on_its_neighbours,
     the_draft_s_cache_is_right,
+    others_draft_while_the_model_rests,
     laws_hold,
 ]
 
@@ -197,6 +204,7 @@ MUTANTS = [
     Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.first_length(limit, rows)", "None"),
     Mutant("verification is free", policy.Pace, "steps", "steps[width] for width", "steps[2] for width"),
     Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
+    Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),
     Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
     Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
     Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from leadout.runtime.acceptance import Acceptance
 from leadout.runtime.costs import Costs, Step, context_bucket
-from leadout.runtime.policy import Acceptance, AutoLength, FixedLength, Pace, cap, pays
+from leadout.runtime.policy import AutoLength, FixedLength, Pace, cap, pays
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 from leadout.runtime.verify import happened
 
