@@ -43,10 +43,8 @@ class Pace:
         self._measures = False  # it is measured
         self._unclear = False  # what a plain step takes decides whether to draft
         self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
-        self._idle: tuple[list[Bill], float] = (
-            [],
-            0.0,
-        )  # seconds for prompts for which it has not proposed yet, and whose
+        # Whose prompts it read and has not proposed for yet, and the seconds that took.
+        self._unused: tuple[list[Bill], float] = [], 0.0
         self._round = self.past = 0
         self._lag: Callable[[], int] = lambda: 0
         self._steps: dict[int, list[float]] = {}
@@ -57,10 +55,10 @@ class Pace:
     def start(self) -> None:
         """New requests begin: the switch is on. What was read for nothing is on the bill now."""
         self.rest.restart()
-        bills, seconds = self._idle
+        bills, seconds = self._unused
         for bill in bills:
             bill.record(-seconds)
-        self._idle = [], 0.0
+        self._unused = [], 0.0
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
@@ -71,7 +69,7 @@ class Pace:
 
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read these requests' prompts of so many ``tokens``, which took so long."""
-        self._reading, self._idle = seconds / max(1, tokens), (bills_of(policies), seconds)
+        self._reading, self._unused = seconds / max(1, tokens), (bills_of(policies), seconds)
 
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
@@ -142,7 +140,7 @@ class Pace:
     def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
-        self._idle = [], 0.0
+        self._unused = [], 0.0
         if self._measures or length > MAX_DRAFT_LENGTH:
             return
         took = self.seconds(self.rows)[length] + self._catch_up(lag)
