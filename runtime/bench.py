@@ -26,7 +26,7 @@ from .costs import Costs, Step
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
-from .settings import MAX_DRAFT_LENGTH, Settings
+from .settings import MAX_GUESS_LENGTH, Settings
 from .siblings import Sample, check_sample
 from .stats import Stats
 from .tuned import processor
@@ -46,7 +46,7 @@ class Timed(Wrapped):
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         start = perf_counter()
         logits = self.engine.forward(tokens, past_lens, logit_index)
-        if tokens.shape[1] <= MAX_DRAFT_LENGTH + 1 and past_lens[0]:
+        if tokens.shape[1] <= MAX_GUESS_LENGTH + 1 and past_lens[0]:
             self._spans.append((start, perf_counter()))
         return logits
 
@@ -60,7 +60,7 @@ class Timed(Wrapped):
         assert self._row_step is not None
         start = perf_counter()
         logits = self._row_step(tokens, past_len, last)
-        if len(tokens) <= MAX_DRAFT_LENGTH + 1 and past_len:
+        if len(tokens) <= MAX_GUESS_LENGTH + 1 and past_len:
             self._spans.append((start, perf_counter()))
         return logits
 

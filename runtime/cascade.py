@@ -11,14 +11,17 @@ from typing import NamedTuple
 from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
-from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter
+from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
 from .policy import BY_DRAFTS, BY_GUESSES, AutoLength, Pace, cap, pays, worth
 from .recycling import RecyclingDrafter, Successors
-from .settings import MAX_DRAFT_LENGTH, Settings
+from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
 from .vigil import Habit, Vigil
 
+# What a guess is cut to: beyond 16 tokens so that steps are as wide as whole eights, for an engine prepares each width,
+# a GPU records it, and the first steps measure it.
+_LENGTHS = frozenset((*range(MAX_DRAFT_LENGTH + 1), *range(23, MAX_GUESS_LENGTH + 1, 8)))
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
 
 
@@ -201,7 +204,7 @@ class Cascade:
         if self.dozes and not allotted:
             return self.doze()
         self._vigil.tick()
-        limit = max(0, min(limit, MAX_DRAFT_LENGTH))
+        limit = max(0, min(limit, MAX_GUESS_LENGTH))
         wanted = self._wanted(limit, rows)
         self._settles = self._vigil.awake and wanted is None
         self._asked = self._settles or bool(wanted)
@@ -301,10 +304,13 @@ class Cascade:
         plan, plain, self._promised, self._best = Plan(), seconds[0], 1.0, ((), ())
         best = 0.0 if whole else 1.0 / plain
         for each in self._drafters:
-            guess, expected, power, wins = each.guess, [1.0], 1.0, 0
+            guess, expected, reached, before, wins = each.guess, [1.0], 1.0, 1.0, 0
             for length, survival in enumerate(guess.survivals, start=1):
-                power *= factor
-                expected.append(expected[-1] + power * survival)
+                reached *= corrected(survival / before, factor)
+                before = survival
+                expected.append(expected[-1] + reached)
+                if length not in _LENGTHS:
+                    continue
                 speed = expected[-1] / seconds[length]
                 if speed <= best or not (whole or pays(speed * plain, seconds[length] / plain)):
                     continue

@@ -19,9 +19,9 @@ from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.golden import Golden
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, cores, load
-from .settings import DRAFTS, Settings
+from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 
-WIDEST = 9
+WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 33, MAX_GUESS_LENGTH + 1)
 NEW_TOKENS = 24
 TREE = (3, 2, 1)
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
@@ -97,9 +97,9 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
 
 
 def check_widths(name: str, engine: Engine, tokens: Tokens, slack: float = 0.0) -> Check:
-    """Feed one row in steps of every width that is meant to round alike: the same bits must come, or no more than
+    """Feed one row in steps of widths that are meant to round alike: the same bits must come, or no more than
     ``slack`` apart. [1, T]."""
-    widths = range(engine.spec.narrowest, min(WIDEST, engine.spec.max_verify) + 1)
+    widths = [width for width in WIDTHS if engine.spec.narrowest <= width <= engine.spec.max_verify]
     reference = stepped(engine, tokens, widths[0])
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width)).max()) for width in widths[1:]}
     differing = ", ".join(f"{width} (by {apart[width]:.1e})" for width in apart if apart[width] != 0.0)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from .settings import MAX_DRAFT_LENGTH
+from .settings import MAX_GUESS_LENGTH
 
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
@@ -24,6 +24,7 @@ PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
 _PLAIN = 2  # measurements of plain steps before they are known
 _NO_WIDTH = 0  # where plain steps are counted among the widths
+_NARROW = 17  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
@@ -152,11 +153,14 @@ class Costs:
         return Counter({Step(*step): times for step, times in self._paid.items()})
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
-        """Seconds of a step of each width from 0 to 17: between measured widths a straight line, beyond them as much
-        more as a token took on average below, and never more than a wider step costs (a width that was last measured
-        in a bad moment would else be avoided for good). None while nothing was measured."""
+        """Seconds of a step of each width from 0 to 64: between measured widths a straight line, beyond them as much
+        more as a token took on average below, and never more than a wider step costs. A width that was measured in a
+        bad moment would else be avoided for good; so a wide one counts only when it was measured twice. None while
+        nothing was measured."""
         if not (known := self._known("target", rows, context_bucket(past))):
             return None
+        size = rows.bit_length()
+        known = {width: known[width] for width in known if width <= _NARROW or self._samples[size, width] > 1} or known
         widths = sorted(known)
         least, most = widths[0], widths[-1]
         slope = max(0.0, known[most] - known[least]) / (most - least) if most > least else 0.0
@@ -165,7 +169,7 @@ class Costs:
             rise = (known[after] - known[before]) / (after - before)
             line += [known[before] + rise * more for more in range(1, after - before)]
             line.append(known[after])
-        line += [known[most] + slope * more for more in range(1, MAX_DRAFT_LENGTH + 2 - most)]
+        line += [known[most] + slope * more for more in range(1, MAX_GUESS_LENGTH + 2 - most)]
         return list(accumulate(reversed(line), min))[::-1]
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:

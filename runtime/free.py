@@ -63,7 +63,7 @@ class Discount:
 
     @property
     def factor(self) -> float:
-        """What to multiply the promised chance of each token with."""
+        """Hits for each that was promised: see ``corrected``."""
         return (_PROMISES * self._before + self._hits) / (_PROMISES + self._promised)
 
     def record(self, promised: Sequence[float], hits: int) -> None:
@@ -71,6 +71,12 @@ class Discount:
         a guess, a round goes by."""
         self._hits = self._decay * self._hits + hits
         self._promised = self._decay * self._promised + sum(promised)
+
+
+def corrected(chance: float, factor: float) -> float:
+    """A promised ``chance`` where ``factor`` times as many hits come true as were promised: above 1 there are as many
+    times fewer misses, for no chance is more than 1."""
+    return chance * factor if factor < 1.0 else 1.0 - (1.0 - chance) / factor
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
 from .free import Calibration
 from .rest import Rest
-from .settings import MAX_DRAFT_LENGTH
+from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .verify import Outcomes
 
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
@@ -91,10 +91,10 @@ class Pace:
         return self.rest.resting and self._round % _REFRESH != 0
 
     def steps(self, rows: int) -> list[float]:
-        """Expected seconds of the target's step that verifies 0..16 drafts (one each while nothing is measured)."""
+        """Expected seconds of the target's step that verifies 0..63 drafts (one each while nothing is measured)."""
         if (known := self._steps.get(rows)) is None:
-            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_DRAFT_LENGTH + 2)
-            widths = (max(length + 1, self.narrowest) for length in range(MAX_DRAFT_LENGTH + 1))
+            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_GUESS_LENGTH + 2)
+            widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
             known = self._steps[rows] = [steps[width] for width in widths]
         return known
 
@@ -141,7 +141,7 @@ class Pace:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
         self._unused = [], 0.0
-        if self._measures or length > MAX_DRAFT_LENGTH:
+        if self._measures or length > MAX_GUESS_LENGTH:
             return
         took = self.seconds(self.rows)[length] + self._catch_up(lag)
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
@@ -243,7 +243,7 @@ def cap(
     argmax of (what the expected tokens of all are worth) / (expected seconds). That maximum, then the length.
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
-    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..16; ``fixed``: the longest
+    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..63; ``fixed``: the longest
     draft that may not be cut; ``ahead`` as for ``worth``.
     """
     longest = max(length for _, length in plans)

@@ -20,6 +20,7 @@ MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
 RULES = ("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")
 LOSSY = ("typical", "lenient")
 MAX_DRAFT_LENGTH = 16
+MAX_GUESS_LENGTH = 63  # that of free drafters where the length is auto: with the token before it a step of 64
 MAX_NODES = 64
 TREE_RULES = ("auto", "greedy", "coupled", "rejection")
 
@@ -44,7 +45,8 @@ class Settings:
     answers of the call to the same prompt); ``recycling``, what the target found likeliest after each token; nobody
     (``none``); or, with ``auto``, the most promising of model, suffix and siblings, each round (of recycling, too,
     where there is no draft model).
-    ``draft_length`` is a number of tokens a round (0..16) or ``auto``. ``rule`` ``auto`` is greedy at temperature 0,
+    ``draft_length`` is a number of tokens a round (0..16) or ``auto``: up to 16 of the draft model, up to 63 of text
+    that repeats. ``rule`` ``auto`` is greedy at temperature 0,
     else coupled if a seed was given or the draft is deterministic, else block. With ``rejection`` and ``block`` a seed
     repeats a text only at a fixed draft length of ``model`` or ``ngram``.
 

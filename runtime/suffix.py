@@ -10,8 +10,9 @@ from .free import Step
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
 _HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
 _END = -1  # stands between the texts of a pool: no token, so no match runs across it
-_CERTAINTIES = 3  # seen to follow once, two or three times, more often
-_LENGTHS = 6  # matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens
+# A guess's class: how often it was seen to follow (once, two or three times, more often), how long the match before it
+# is, the tokens guessed before it included (1, 2-3, 4-7, 8-15, 16-31 and more), and whether most of that was guessed.
+_CERTAINTIES, _LENGTHS = 3, 6
 # Counted on 36 files of Python's standard library, class by class, rounded; where a record starts from.
 _OWN = (
     *(0.15, 0.40, 0.80),
@@ -104,8 +105,9 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
 
-def _evidence(matched: int, confidence: int) -> int:
-    return _CERTAINTIES * (min(matched.bit_length(), _LENGTHS) - 1) + min(confidence.bit_length(), _CERTAINTIES) - 1
+def _evidence(found: int, matched: int, confidence: int) -> int:
+    length = min(matched.bit_length(), _LENGTHS) - 1 + (_LENGTHS if matched >= 2 * found else 0)
+    return _CERTAINTIES * length + min(confidence.bit_length(), _CERTAINTIES) - 1
 
 
 class Cursor:
@@ -121,7 +123,7 @@ class Cursor:
     def steps(self) -> Iterator[Step]:
         """What followed there, and what followed that, with a class by length and certainty of each match. Where the
         text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
-        automaton, state, matched = self.automaton, self.state, self.matched
+        automaton, state, matched, found = self.automaton, self.state, self.matched, self.matched
         successor, confidence = automaton.successor, automaton.confidence
         while True:
             while successor[state] < 0 and state:
@@ -132,14 +134,14 @@ class Cursor:
             if not state:
                 return
             token = successor[state]
-            yield token, _evidence(matched, confidence[state])
+            yield token, _evidence(found, matched, confidence[state])
             state, matched = automaton.next[state][token], matched + 1
 
 
 class OwnText:
     """The free drafter over a row's own prompt and output, the last one to two ``window`` tokens of it."""
 
-    name, prior = "suffix", _OWN
+    name, prior = "suffix", 2 * _OWN
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window, self._taken = window, 0
@@ -195,7 +197,7 @@ class SuffixPool:
 class EarlierTexts:
     """The free drafter over a pool. What it knows is what there was when the row began, and what joins that."""
 
-    name, prior = "suffix", _EARLIER
+    name, prior = "suffix", 2 * _EARLIER
 
     def __init__(self, pool: SuffixPool) -> None:
         self._pool, self._taken = pool, 0

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..bundle import MANIFEST, Bundle, parse
 from ..errors import BundleError
 from .costs import PARTS, Cost
-from .settings import MAX_DRAFT_LENGTH
+from .settings import MAX_GUESS_LENGTH
 
 FORMAT = 1
 TUNED = "tuned.json"
@@ -130,7 +130,7 @@ def _check(cost: Cost, path: Path) -> None:
     ranges = {
         "rows": (1, _MOST_ROWS),
         "context": (0, _MOST_BUCKETS),
-        "width": (1, MAX_DRAFT_LENGTH + 1),
+        "width": (1, MAX_GUESS_LENGTH + 1),
         "seconds": (1e-9, _LONGEST),
     }
     if cost.part not in PARTS:

@@ -114,7 +114,7 @@ def test_a_divergence_of_sampled_answers_is_measured_with_their_noise() -> None:
 def test_widths_may_be_a_little_apart_where_kernels_are() -> None:
     tokens = np.arange(12, dtype=np.int64)[None] % VOCAB
     found = check.check_widths("widths", Rounding(5), tokens, 2e-3)
-    assert found.ok and found.name == "widths 2 to 9" and "differ: 5 (by 1.0e-03)" in found.detail
+    assert found.ok and found.name == "widths 2 to 64" and "differ: 5 (by 1.0e-03)" in found.detail
     assert not check.check_widths("widths", Rounding(5), tokens, 5e-4).ok
     assert not check.check_widths("widths", Rounding(5), tokens).ok
 

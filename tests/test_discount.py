@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant("a row knows nothing of others", Discount, "__init__", "before.factor", "1.0"),
     Mutant("unreached tokens count", Cascade, "_settle_promises", "break", "continue"),
     Mutant("survivals for chances", Cascade, "_settle_promises", "reached / survival", "reached"),
-    Mutant("no discount", Cascade, "_best_guess", "power *= factor", "pass"),
+    Mutant("no discount", Cascade, "_best_guess", "corrected(survival / before, factor)", "survival / before"),
 )
 
 

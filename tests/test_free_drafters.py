@@ -46,7 +46,7 @@ class Naive:
 
     def continuation(self, matched, longest):
         """What followed ``matched``; where nothing ever did, its longest end that stands elsewhere goes on."""
-        out = []
+        out, found = [], len(matched)
         while len(out) < longest:
             while matched and matched not in self.known:
                 whole = matched
@@ -54,7 +54,7 @@ class Naive:
             if not matched or self.known[matched][0] < 0:
                 break
             token, confidence = self.known[matched]
-            out.append((token, suffix._evidence(len(matched), confidence)))
+            out.append((token, suffix._evidence(found, len(matched), confidence)))
             matched += (token,)
         return out
 

@@ -8,7 +8,7 @@ import pytest
 from leadout.runtime.acceptance import Acceptance
 from leadout.runtime.costs import Costs, Step, context_bucket
 from leadout.runtime.policy import AutoLength, FixedLength, Pace, cap, pays
-from leadout.runtime.settings import MAX_DRAFT_LENGTH
+from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from leadout.runtime.verify import happened
 
 
@@ -180,7 +180,7 @@ def test_a_round_pays_its_host_and_its_padding():
     assert Pace(table, narrowest=2).seconds(1)[0] == pytest.approx(1.3)
     table.record_host(1, 0.25)
     assert Pace(table).seconds(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
-    assert Pace(Costs()).seconds(1) == [1.0] * (MAX_DRAFT_LENGTH + 1)
+    assert Pace(Costs()).seconds(1) == [1.0] * (MAX_GUESS_LENGTH + 1)
 
 
 def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():

@@ -113,7 +113,7 @@ def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
     [
         ({"seconds": -1.0}, "seconds must be from 1e-09 to 3600, not -1"),
         ({"seconds": float("nan")}, "seconds must be from"),
-        ({"width": 18}, "width must be from 1 to 17, not 18"),
+        ({"width": 65}, "width must be from 1 to 64, not 65"),
         ({"rows": 0}, "rows must be from 1"),
         ({"part": "sleep"}, "part 'sleep' is unknown"),
         ({"speed": 1}, "unknown option 'speed'"),
