@@ -294,8 +294,9 @@ class Cascade:
         only if that is a step without any draft)."""
         if self._fixed is not None:
             return self._fixed
-        first = self._pace.first_length(limit, rows)
-        return first if self._model is None or first == 0 else None
+        if self._model is None:
+            return self._pace.first_length(limit, rows)
+        return 0 if self._pace.wants_plain(limit, rows) else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess

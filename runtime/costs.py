@@ -14,6 +14,7 @@ from .settings import MAX_GUESS_LENGTH
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
 _FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
+LONGEST_FIRST = max(_FIRST_ALONE[0])
 _RECENT = 7
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
-from .costs import Costs
+from .costs import LONGEST_FIRST, Costs
 from .free import Calibration
 from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
@@ -51,6 +51,7 @@ class Pace:
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
         self._first: dict[tuple[int, int], int | None] = {}
+        self._plain: dict[tuple[int, int], bool] = {}
 
     def start(self) -> None:
         """New requests begin: the switch is on. What was read for nothing is on the bill now."""
@@ -84,6 +85,8 @@ class Pace:
                 table.clear()
         if fresh or any(length is not None for length in self._first.values()):
             self._first.clear()
+        if fresh or any(self._plain.values()):
+            self._plain.clear()
 
     def idle(self, rows: int) -> bool:
         """Whether the draft model rests through this round of so many rows, for not even a try can be due."""
@@ -119,9 +122,19 @@ class Pace:
         known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
         if self._unclear and self.costs.lacks_plain(rows):
             return 0
-        if (limit, rows) not in self._first:
-            self._first[limit, rows] = self.costs.first_length(limit, rows, self.narrowest, best)
-        return self._first[limit, rows]
+        place = min(limit, LONGEST_FIRST), rows
+        if place not in self._first:
+            self._first[place] = self.costs.first_length(*place, self.narrowest, best)
+        return self._first[place]
+
+    def wants_plain(self, limit: int, rows: int) -> bool:
+        """Whether a step without any draft is to be measured next, whoever might draft."""
+        if self._unclear and self.costs.lacks_plain(rows):
+            return True
+        place = min(limit, LONGEST_FIRST), rows
+        if place not in self._plain:
+            self._plain[place] = self.costs.first_length(*place, self.narrowest) == 0
+        return self._plain[place]
 
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
         """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
