@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from .settings import MAX_GUESS_LENGTH
+from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
@@ -25,7 +25,7 @@ PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
 _PLAIN = 2  # measurements of plain steps before they are known
 _NO_WIDTH = 0  # where plain steps are counted among the widths
-_NARROW = 17  # widths from which the wider ones are told until they were measured twice
+_NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is

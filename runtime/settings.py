@@ -46,9 +46,9 @@ class Settings:
     (``none``); or, with ``auto``, the most promising of model, suffix and siblings, each round (of recycling, too,
     where there is no draft model).
     ``draft_length`` is a number of tokens a round (0..16) or ``auto``: up to 16 of the draft model, up to 63 of text
-    that repeats. ``rule`` ``auto`` is greedy at temperature 0,
-    else coupled if a seed was given or the draft is deterministic, else block. With ``rejection`` and ``block`` a seed
-    repeats a text only at a fixed draft length of ``model`` or ``ngram``.
+    that repeats. ``rule`` ``auto`` is greedy at temperature 0, else coupled if a seed was given or the draft is
+    deterministic, else block. With ``rejection`` and ``block`` a seed repeats a text only at a fixed draft length of
+    ``model`` or ``ngram``.
 
     ``branches`` makes the draft model's draft a tree: so many children a node at each depth (up to 16 deep, 64 nodes),
     verified by greedy, coupled or rejection. ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and
