@@ -14,6 +14,7 @@ from test_policy import next_length, trained
 from leadout.engines.toy import ToyEngine
 from leadout.runtime import cascade as cascade_module
 from leadout.runtime import costs as costs_module
+from leadout.runtime import policy as policy_module
 from leadout.runtime import suffix
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
@@ -93,6 +94,15 @@ def test_a_wide_step_counts_when_it_was_measured_twice():
     assert alone.target(1)[64] == 5.0, "better than nothing"
 
 
+def test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_row():
+    pace, policy = trained(0.9, FixedCosts(per_draft=0.1))
+    pace.lengths([policy], [16], 1)
+    for length, counts in ((40, True), (MAX_GUESS_LENGTH + 1, False)):
+        before = policy.bill._squares
+        pace.settle([policy], [3], length, 1)
+        assert (policy.bill._squares != before) == counts, "a tree's nodes are no length"
+
+
 CHECKS = (
     test_a_sure_guess_is_as_long_as_it_pays_in_steps_of_whole_eights,
     test_the_draft_model_drafts_no_more_than_16,
@@ -100,6 +110,7 @@ CHECKS = (
     test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1,
     test_a_match_that_is_mostly_guessed_is_evidence_of_its_own,
     test_a_wide_step_counts_when_it_was_measured_twice,
+    test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_row,
 )
 MUTANTS = (
     Mutant("any width", cascade_module.Cascade, "_best_guess", "length not in _LENGTHS", "False"),
@@ -107,6 +118,7 @@ MUTANTS = (
     Mutant("chances above 1", cascade_module, "corrected", "if factor < 1.0 else", "if True else"),
     Mutant("a corrected chance", cascade_module.Cascade, "_best_guess", "corrected(survival / before, factor)", "1.0"),
     Mutant("found or guessed", suffix, "_evidence", "matched >= 2 * found", "False"),
+    Mutant("no bill beside a long guess", policy_module.Pace, "settle", "length > MAX_GUESS_LENGTH", "length > 16"),
     Mutant("a bad moment is for good", costs_module.Costs, "target", "width <= _NARROW or", "True or"),
     Mutant("what was measured alone is lost", costs_module.Costs, "target", "} or known", "}"),
 )
