@@ -120,7 +120,7 @@ class Pace:
     def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
         """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
         known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
-        if self._unclear and self.costs.lacks_plain(rows):
+        if self._doubts(rows):
             return 0
         place = min(limit, LONGEST_FIRST), rows
         if place not in self._first:
@@ -129,12 +129,14 @@ class Pace:
 
     def wants_plain(self, limit: int, rows: int) -> bool:
         """Whether a step without any draft is to be measured next, whoever might draft."""
-        if self._unclear and self.costs.lacks_plain(rows):
-            return True
         place = min(limit, LONGEST_FIRST), rows
         if place not in self._plain:
             self._plain[place] = self.costs.first_length(*place, self.narrowest) == 0
-        return self._plain[place]
+        return self._plain[place] or self._doubts(rows)
+
+    def _doubts(self, rows: int) -> bool:
+        """Whether what a plain step takes decides whether to draft, and is hardly known."""
+        return self._unclear and self.costs.lacks_plain(rows)
 
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
         """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
