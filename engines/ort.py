@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from .tensorrt.cuda import Cuda
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _KEPT_STEPS = 32
 _EVEN_WIDTH = 2
+_TRIED = 4  # tokens: a processor that rounds them differently does so in some of their logits
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
@@ -33,10 +35,10 @@ def bucket(slots: int, variant: str) -> int:
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
-    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (``gqa_even`` if ``exact``), for
-    many ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
-    differ in the last bits of their logits, one variant never differs from itself (any batch, any capacity, widths
-    from ``spec.narrowest``).
+    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (``gqa_even`` if ``exact``, where
+    that is enough on this processor), for many ``grouped``, on other providers ``nonpad``, and else the nearest; any
+    other name pins that graph. Two variants differ in the last bits of their logits, one variant never differs from
+    itself (any batch, any capacity, widths from ``spec.narrowest``).
     TensorRT's providers take ``canonical`` alone: they misread the others in silence.
     Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
     as in a chain only if its slot is the same: sums over other slots have another order.
@@ -79,6 +81,11 @@ class SlotEngine:
         self._closed = False
         self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
+        if even and not self._rounds_alike():
+            self._spec = dataclasses.replace(self._spec, narrowest=2)
+            self._exact = False  # what its graph costs would be for nothing
+            self._sessions.clear()
+            self.reset(1)
 
     @property
     def spec(self) -> ModelSpec:
@@ -180,6 +187,14 @@ class SlotEngine:
         """See TreeEngine.compact."""
         for buffer in self._cache:
             buffer.compact(row, past_len, kept)
+
+    def _rounds_alike(self) -> bool:
+        """Whether one token at a time gives the bits of several at once here. The even graphs see to attention; other
+        products have kernels of their own for one row on some processors (int4 on x86 without AVX-512)."""
+        tokens = np.arange(1, _TRIED + 1)[None] * self._spec.vocab_size // (_TRIED + 1)
+        together = np.array(self.forward(tokens, np.array([0])))[0]
+        alone = [np.array(self.forward(tokens[:, i : i + 1], np.array([i])))[0, 0] for i in range(_TRIED)]
+        return np.array_equal(together, alone)
 
     def _check_room(self, width: int, past_lens: Tokens) -> int:
         """The longest row's length. Raises EngineError where the step needs more slots than there are."""

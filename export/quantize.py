@@ -37,10 +37,9 @@ def quantize(model: ir.Model, precision: str) -> None:
     a tied table is stored once.
 
     int8: activations to u8 by the largest magnitude of their row, weights to s8 by that of their output channel,
-    MatMulInteger, standard operators only. On an x86 without VNNI onnxruntime adds pairs of u8 x s8 products in 16
-    saturating bits, which this does not guard against (``leadout check`` sees it). int4: MatMulNBits with
-    activations in int8 (accuracy level 4). fp16: weights, activations and cache; logits stay fp32.
-    Raises ExportError for another name.
+    MatMulInteger, standard operators only. On an x86 without VNNI whoever opens such a graph has to ask onnxruntime for
+    exact sums (``engines.saturation``). int4: MatMulNBits with activations in int8 (accuracy level 4). fp16: weights,
+    activations and cache; logits stay fp32. Raises ExportError for another name.
     """
     if precision == "fp16":
         to_half(model)

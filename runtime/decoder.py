@@ -178,6 +178,7 @@ class Decoder:
         clock = Clock(self._epoch)
         if rows:
             self._target.reset(len(rows), even=any(row.sampler.deterministic for row in rows))
+            self._pace.narrowest = self._target.narrowest
             prefill(self._target, [row.sequence.tokens[:-1] for row in rows])
             for row in rows:
                 if row.cascade is not None:

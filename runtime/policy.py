@@ -30,7 +30,7 @@ class Pace:
     """What all requests of a decoder share about the draft model: costs, acceptance so far, and the off switch."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
-        """``narrowest`` is the least width the target steps with."""
+        """``narrowest`` is the least width the target steps with; requests may differ in it."""
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
         self.bills = {False: Bill(), True: Bill()}

@@ -14,7 +14,8 @@ _SHORT = 2
 
 
 class Stepper:
-    """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal).
+    """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal),
+    1 after a ``reset`` that needs no equal bits.
 
     Padding stands behind a row's own tokens and is written to slots that no length counts. ``past[b]`` is how many
     slots of row b count. Whatever the engine raises comes out as EngineError.
@@ -22,11 +23,13 @@ class Stepper:
 
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
+        self._even_width = narrowest
         self._row_step = row_step(engine)
 
     def reset(self, rows: int, *, even: bool) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
         self.engine.reset(rows)
+        self.narrowest = self._even_width if even else 1
         if isinstance(self.engine, EvenEngine):
             self.engine.even = even
 

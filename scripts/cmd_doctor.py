@@ -12,12 +12,18 @@ import click
 
 from ..engines import PROVIDERS, require
 from ..engines.providers import DISTRIBUTIONS, onnxruntime
+from ..engines.saturation import saturates
 from ..errors import EngineError
 
 PARTS = {
     "core": ("numpy", "click", "tokenizers", "jinja2", "rich"),
     "export": ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "optimum", "safetensors"),
     "tensorrt": ("tensorrt", "tensorrt-rtx-cu13", "cuda-bindings"),
+}
+
+INT8 = {
+    False: "exact sums by the fastest kernels",
+    True: "exact sums by slower kernels: this processor's fastest ones cut them (an x86 without VNNI)",
 }
 
 
@@ -38,7 +44,8 @@ def command(provider: str | None, as_json: bool) -> None:
 
 
 def findings() -> dict[str, Any]:
-    """Versions by part, cores, providers, and what is wrong (``conflicts``, empty when all is well)."""
+    """Versions by part, cores, providers, how products in int8 are summed up here, and what is wrong (``conflicts``,
+    empty when all is well)."""
     runtimes = {name: version(name) for name in DISTRIBUTIONS}
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -46,12 +53,14 @@ def findings() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "runtime": runtimes,
         "providers": [],
+        "int8": "",
         "gpu": gpu(),
         "conflicts": [],
     }
     found |= {part: {name: version(name) for name in names} for part, names in PARTS.items()}
     try:
         found["providers"] = onnxruntime().get_available_providers()
+        found["int8"] = INT8[saturates(onnxruntime())]
     except EngineError as error:
         found["conflicts"].append(str(error))
     return found

@@ -25,8 +25,12 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(0, 0.7, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+NEAR = 2e-4  # these weights are steep: float32 may be as far from float64 as this
+
+
 def reference(w: dict[str, np.ndarray], tokens: np.ndarray, window: int = 10**6) -> np.ndarray:
-    """Logits [T, V] of one row, everything recomputed."""
+    """Logits [T, V] of one row, everything recomputed, in float64."""
+    w = {name: array.astype(np.float64) for name, array in w.items()}
     x, slot = w["tokens"][tokens] + w["places"][np.arange(len(tokens))], np.arange(len(tokens))
     allowed = (slot[None] <= slot[:, None]) & (slot[:, None] - slot[None] < window)
     for i in range(LAYERS):

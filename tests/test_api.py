@@ -93,8 +93,10 @@ def test_result_says_what_happened(pair: Pair) -> None:
     result = pair.generate(PROMPT, max_new_tokens=40)
     assert (result.finish_reason, result.rule, result.seed, result.draft) == ("length", "greedy", None, "auto")
     assert result.lossless
-    assert 0 < result.stats.accepted < result.stats.tested, "the toy draft agrees partly"
     assert result.stats.tokens == 40
+    drafted = pair.generate(PROMPT, max_new_tokens=40, draft="model", draft_length=3)
+    assert 0 < drafted.stats.accepted < drafted.stats.tested, "the toy draft agrees partly"
+    assert drafted.token_ids == result.token_ids and drafted.draft == "model"
     drawn = pair.generate(PROMPT, max_new_tokens=5, temperature=1.0)
     assert drawn.rule == "block" and drawn.seed is not None
     assert pair.generate(PROMPT, max_new_tokens=5, temperature=1.0, seed=3).rule == "coupled"

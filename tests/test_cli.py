@@ -195,6 +195,7 @@ def test_inspect_shows_the_manifest(tiny_bundle: Path) -> None:
 def test_doctor_names_versions_and_conflicts(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy = json.loads(run("doctor", "--json").stdout)
     assert healthy["conflicts"] == [] and "CPUExecutionProvider" in healthy["providers"]
+    assert healthy["int8"].startswith("exact sums by ")
     assert run("doctor").exit_code == 0
     providers = importlib.import_module("leadout.engines.providers")
     both = {"onnxruntime": "1", "onnxruntime-gpu": "1"}

@@ -12,6 +12,7 @@ import pytest
 from support_graphs import Shape, graph, op_counts, reference, tokens, write
 
 from leadout.engines.ort import SlotEngine
+from leadout.engines.saturation import EXACT_SUMS
 from leadout.errors import ExportError
 from leadout.export.passes import pack, simplify
 from leadout.export.quantize import from_int4, int4_to_rows, quantize, rows_to_int4, rows_to_int8
@@ -87,7 +88,9 @@ def test_rows_of_almost_nothing_stay_that() -> None:
     assert op_counts(model)["MatMulInteger"] == 1
     row = rng.standard_normal(64).astype(np.float32)
     rows = np.stack([0 * row, 1e-42 * row, 1e-30 * row, row, -0.0 * row])[None].astype(np.float32)
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.add_session_config_entry(EXACT_SUMS, "1")
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     found = session.run(["y"], {"x": rows})[0][0]
     assert not found[0].any() and not found[4].any() and np.isfinite(found).all()
     wanted = rows[0] @ weight
