@@ -37,7 +37,8 @@ from leadout.runtime.bench import processor
 
 HERE = Path(__file__).parent
 MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"
-GROWN = {"layers": 20, "intermediate": 4096}
+# Not 4096 units: genai's builder takes a product as wide as the vocabulary for the head.
+GROWN = {"layers": 20, "intermediate": 4064}
 PREPARE_SECONDS, SETTLES = 900, 0.05
 CHOICES = {
     "pairs": ("demo", "grown"),
@@ -81,7 +82,8 @@ class Comparison:
         """The target's and the draft's directory; grows the target on first use."""
         target = MODELS / "target"
         if pair == "grown":
-            grown = self.folder / "models" / f"grown-{digest(target)}"
+            shape = "x".join(map(str, GROWN.values()))
+            grown = self.folder / "models" / f"grown-{shape}-{digest(target)}"
             if not (grown / "README.md").is_file():  # written last
                 from leadout.scripts.grow import write_grown
 

@@ -3,7 +3,7 @@
 Extra layers have zero output projections; extra intermediate units have zero columns in the down projection. What
 the model computes is the same up to rounding, what it costs is not: label every figure taken with it as "grown".
 
-    python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4096
+    python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4064
 """
 
 from __future__ import annotations

@@ -115,6 +115,17 @@ def test_the_verdict_is_on_the_fastest_mode_of_each_and_names_where_leadout_is_b
     assert report.verdicts(summary) == ["best of x: draft; Leadout is 1.75 times as fast; BEHIND on b 0.50"]
 
 
+def test_who_writes_another_model_s_text_is_named(bench: ModuleType) -> None:
+    """Near-ties are rounding, a few others quantisation; on most prompts at once they are neither."""
+    report = importlib.import_module("adapters.report")
+    apart, near = ({"prompt": 0, "position": 0, "margin": m, "near_tie": m < 0.2} for m in (5.5, 0.1))
+    sides = [("us", None), ("right", [near] * 4), ("coarse", [apart, apart, near]), ("wrong", [apart, apart, apart])]
+    summary = [{"peer": name, "mode": "plain"} | ({} if d is None else {"divergences": d}) for name, d in sides]
+    found = report.strangers(summary, prompts=4)
+    assert [line.split(":")[0] for line in found] == ["wrong plain"]
+    assert "on 3 of 4 prompts (median margin 5.5)" in found[0]
+
+
 def test_a_child_is_stopped_between_requests_and_answers_in_order(bench: ModuleType, fakes: Path) -> None:
     child = start(bench, fakes, "same")
     try:

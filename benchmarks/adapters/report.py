@@ -89,7 +89,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"{failure['peer']} {failure['mode']}: not measured: {failure['reason']}" for failure in result["failures"]
     ]
     lines += [f"{name}: {remark}" for name, remark in result["remarks"].items()]
-    return "\n".join([*lines, *verdicts(summary)])
+    return "\n".join([*lines, *strangers(summary, prompts), *verdicts(summary)])
 
 
 def cells(entry: Mapping[str, Any], prompts: int) -> list[str]:
@@ -110,6 +110,21 @@ def same(entry: Mapping[str, Any], prompts: int) -> str:
         ties = sum(bool(one.get("near_tie")) for one in parted)
         text += f", earliest at {min(one['position'] for one in parted)}, {ties} near-ties"
     return text
+
+
+def strangers(summary: Sequence[Mapping[str, Any]], prompts: int) -> list[str]:
+    """Who writes another text on more than half of the prompts, from where no near-tie explains it: whatever is fast
+    there is another model, converted or run wrongly."""
+    lines = []
+    for entry in summary:
+        parted = [one for one in entry.get("divergences", ()) if one.get("near_tie") is False]
+        if 2 * len(parted) > prompts:
+            margin = median(one["margin"] for one in parted)
+            lines.append(
+                f"{entry['peer']} {entry['mode']}: ANOTHER MODEL'S TEXT on {len(parted)} of {prompts} prompts (median"
+                f" margin {margin:.1f}): its figures compare nothing"
+            )
+    return lines
 
 
 def verdicts(summary: Sequence[Mapping[str, Any]]) -> list[str]:
