@@ -6,6 +6,7 @@ import math
 
 _DECAY = 0.98  # per round in which it drafted: about the last 50 count
 _SURE = 1.5  # standard errors
+_FEW = 4  # rounds that say nothing yet: three misses in a row are no verdict
 
 
 class Bill:
@@ -15,14 +16,17 @@ class Bill:
     least."""
 
     def __init__(self) -> None:
-        self._saved = self._squares = 0.0
+        self._saved = self._squares = self._rounds = 0.0
 
     def record(self, saved: float) -> None:
         """A round in which it proposed."""
         self._saved = _DECAY * self._saved + saved
         self._squares = _DECAY * self._squares + saved * saved
+        self._rounds = _DECAY * self._rounds + 1.0
 
     @property
     def loses(self) -> bool:
-        """Whether it costs more than it brings, beyond chance."""
-        return self._saved < -_SURE * math.sqrt(self._squares)
+        """Whether it costs more than it brings, beyond chance: how much a round scatters is known the less, the fewer
+        there were."""
+        unknown = _FEW / self._rounds if self._rounds else 0.0
+        return self._saved < -_SURE * math.sqrt(self._squares * (1.0 + unknown))

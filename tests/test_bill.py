@@ -25,7 +25,7 @@ def a_pace(**options):
 
 def spoiled(*bills):
     for each in bills:
-        for _ in range(8):
+        for _ in range(12):
             each.record(-1.0)
         assert each.loses
 
@@ -53,6 +53,10 @@ def a_bill_knows_chance():
         assert not (count < 4 and found.loses), "so few say nothing"
         found.record(0.5 if count % 2 else -1.0)
     assert found.loses, "a quarter a round"
+    found = Bill()
+    for count in range(1, 7):
+        found.record(-1.0)
+        assert found.loses == (count > 4), "misses in a row happen to any draft"
     for _ in range(400):
         found.record(-1.0)
     for _ in range(60):
@@ -183,7 +187,10 @@ def test_what_was_not_read_is_made_up_for(monkeypatch):
 
 
 MUTANTS = [
-    Mutant("no chance", bill.Bill, "loses", "-_SURE * math.sqrt(self._squares)", "0.0"),
+    Mutant("no chance", bill.Bill, "loses", "-_SURE * math.sqrt(self._squares * (1.0 + unknown))", "0.0"),
+    Mutant(
+        "few rounds tell as much as many", bill.Bill, "loses", "_FEW / self._rounds if self._rounds else 0.0", "0.0"
+    ),
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),
