@@ -120,6 +120,7 @@ def test_who_writes_another_model_s_text_is_named(bench: ModuleType) -> None:
     report = importlib.import_module("adapters.report")
     apart, near = ({"prompt": 0, "position": 0, "margin": m, "near_tie": m < 0.2} for m in (5.5, 0.1))
     sides = [("us", None), ("right", [near] * 4), ("coarse", [apart, apart, near]), ("wrong", [apart, apart, apart])]
+    sides.append(("not looked at", [{"prompt": 0, "position": 0}] * 4))
     summary = [{"peer": name, "mode": "plain"} | ({} if d is None else {"divergences": d}) for name, d in sides]
     found = report.strangers(summary, prompts=4)
     assert [line.split(":")[0] for line in found] == ["wrong plain"]
