@@ -28,5 +28,4 @@ class Bill:
     def loses(self) -> bool:
         """Whether it costs more than it brings, beyond chance: how much a round scatters is known the less, the fewer
         there were."""
-        unknown = _FEW / self._rounds if self._rounds else 0.0
-        return self._saved < -_SURE * math.sqrt(self._squares * (1.0 + unknown))
+        return self._saved < -_SURE * math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))

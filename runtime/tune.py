@@ -33,8 +33,12 @@ class Sweep(Decoder):
         super().__init__(target, draft, exact=exact)
         self._fixed = FixedLength(0)
         self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
-        self.narrowest = self._target.narrowest
         self.rounds = 0
+
+    @property
+    def narrowest(self) -> int:
+        """The least width the target stepped with."""
+        return self._target.narrowest
 
     def _policy(self, settings: Settings) -> Policy:
         return self._fixed

@@ -187,10 +187,14 @@ def test_what_was_not_read_is_made_up_for(monkeypatch):
 
 
 MUTANTS = [
-    Mutant("no chance", bill.Bill, "loses", "-_SURE * math.sqrt(self._squares * (1.0 + unknown))", "0.0"),
     Mutant(
-        "few rounds tell as much as many", bill.Bill, "loses", "_FEW / self._rounds if self._rounds else 0.0", "0.0"
+        "no chance",
+        bill.Bill,
+        "loses",
+        "-_SURE * math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))",
+        "0.0",
     ),
+    Mutant("few rounds tell as much as many", bill.Bill, "loses", "_FEW / max(1.0, self._rounds)", "0.0"),
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),

@@ -148,8 +148,9 @@ def test_who_asks_for_no_even_rounding_gets_the_bits_of_the_graph_that_has_none(
 ) -> None:
     row = tokens(C, 1, 40)
     even, bare = SlotEngine(models[precision], exact=True), SlotEngine(models[precision])
-    if precision == "int4" and even.spec.narrowest == 2:
-        pytest.skip("one token in int4 rounds in a way of its own on this processor")
+    if even.spec.narrowest == 2:  # int4 on some processors: there is no even graph to choose, and none is paid for
+        assert precision == "int4" and even.variant == bare.variant == "gqa" and not even._rounds_alike()
+        return
     assert isinstance(even, EvenEngine) and even.even
     steps = {}
     for name, engine, wanted in (("even", even, True), ("sooner", even, False), ("bare", bare, True)):

@@ -63,6 +63,14 @@ def test_positions_that_were_not_reached_are_not_counted() -> None:
     assert acceptance([Stats()]) == [0.0] * 16
 
 
+@pytest.mark.parametrize(("temperature", "narrowest"), [(0.0, 2), (1.0, 1)])
+def test_a_sweep_knows_the_narrowest_step_of_what_it_measured(temperature: float, narrowest: int) -> None:
+    sweep = Sweep(*toy_pair(context=400), exact=True)
+    collect(sweep.decode([([1, 2], Settings(draft="model", max_new_tokens=150, temperature=temperature))]), 1)
+    widths = {step.width for step in sweep.costs.counts if step.part == "target"}
+    assert sweep.narrowest == min(widths) == narrowest
+
+
 def test_groups_are_full() -> None:
     assert grouped([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
     assert grouped([[1]], 3) == [[[1], [1], [1]]]
