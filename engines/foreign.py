@@ -21,6 +21,7 @@ from .base import LogitArray, ModelSpec, Tokens
 from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
 from .foreign_graph import Port, Signature, ort_ports
 from .providers import first_line, onnxruntime, open_session
+from .rounding import even_from, uneven
 
 BUCKET = 128
 _CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCache, "genai": SharedCache}
@@ -31,9 +32,12 @@ class ForeignEngine:
 
     A graph may hold tables for just ``max_context`` positions, so tokens beyond are never run, and one position is
     kept in reserve (``spec.max_context`` is one less than the model's own) so that no step of two narrows to one.
+    Raises EngineError where its steps do not round alike on this processor and have to (``exact``).
     """
 
-    def __init__(self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto") -> None:
+    def __init__(
+        self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
+    ) -> None:
         entry, self._name = model.entry, str(model.folder)
         if entry.dialect not in _CACHES:
             raise EngineError(
@@ -62,6 +66,8 @@ class ForeignEngine:
         self.capacity = BUCKET
         self.reset(1)
         self._probe()
+        if exact and even_from(self, self.spec.narrowest) is None:
+            raise uneven(self._name)
 
     @property
     def batch(self) -> int:

@@ -1,4 +1,5 @@
-"""Where cache buffers live: host arrays on a CPU, device allocations on a GPU; both are bound by address."""
+"""Cache buffers: how many slots they have, and where they live (host arrays on a CPU, device allocations on a GPU; both
+are bound by address)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .base import ONE_ROW
 from .tensorrt.cuda import Cuda
+
+_FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
+
+
+def bucket(slots: int, variant: str) -> int:
+    """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
+    (all variants that take many rows) they are small while the cache is."""
+    step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
+    return max(step, -(-slots // step) * step)
+
+
+def buffer_slots(capacity: int, variant: str) -> int:
+    """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
+    return capacity + (variant == "gqa_even")
 
 
 class Buffer(Protocol):

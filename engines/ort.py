@@ -13,32 +13,28 @@ from ..errors import EngineError, UsageError
 from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots
 from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
 from .providers import first_line, open_session
+from .rounding import even_from, uneven
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _KEPT_STEPS = 32
 _EVEN_WIDTH = 2
-_TRIED = 4  # tokens: a processor that rounds them differently does so in some of their logits
-_FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
-
-
-def bucket(slots: int, variant: str) -> int:
-    """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
-    (all variants that take many rows) they are small while the cache is."""
-    step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
-    return max(step, -(-slots // step) * step)
+# The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
+# those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
+_SOONEST, _ROUNDING_ALIKE, _WITHOUT_REST = ("gqa", "grouped"), ("gqa_even", "grouped", "gqa"), ("grouped", "nonpad")
 
 
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
-    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (``gqa_even`` if ``exact``, where
-    that is enough on this processor), for many ``grouped``, on other providers ``nonpad``, and else the nearest; any
-    other name pins that graph. Two variants differ in the last bits of their logits, one variant never differs from
-    itself (any batch, any capacity, widths from ``spec.narrowest``).
+    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (if ``exact``, what was found to
+    round alike on this processor: ``gqa_even``, ``gqa`` in steps of two and more, or ``grouped``), for many
+    ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
+    differ in the last bits of their logits; with ``exact``, one variant never differs from itself (any batch, any
+    capacity, widths from ``spec.narrowest``). Raises EngineError where a pinned one cannot have that on this processor.
     TensorRT's providers take ``canonical`` alone: they misread the others in silence.
     Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
     as in a chain only if its slot is the same: sums over other slots have another order.
@@ -52,20 +48,17 @@ class SlotEngine:
         self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
     ) -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
-        self._exact = exact
+        self._alone: tuple[str, ...] = _ROUNDING_ALIKE if exact else _SOONEST
         if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
             raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
         if variant != "auto":
             model.path(variant)
         entry = model.entry
-        even = provider == "cpu" and {self._choose(1), self._pinned if variant in ONE_ROW else self._choose(2)} <= {
-            *EVEN
-        }
         self._spec = ModelSpec(
             entry.vocab_size,
             entry.max_context,
             precision=entry.precision,
-            narrowest=1 if even else 2,
+            narrowest=self._narrowest(),
             trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
         )
         self._places = np.arange(entry.max_context)
@@ -81,11 +74,8 @@ class SlotEngine:
         self._closed = False
         self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
-        if even and not self._rounds_alike():
-            self._spec = dataclasses.replace(self._spec, narrowest=2)
-            self._exact = False  # what its graph costs would be for nothing
-            self._sessions.clear()
-            self.reset(1)
+        if exact and provider == "cpu":
+            self._settle()
 
     @property
     def spec(self) -> ModelSpec:
@@ -188,13 +178,28 @@ class SlotEngine:
         for buffer in self._cache:
             buffer.compact(row, past_len, kept)
 
-    def _rounds_alike(self) -> bool:
-        """Whether one token at a time gives the bits of several at once here. The even graphs see to attention; other
-        products have kernels of their own for one row on some processors (int4 on x86 without AVX-512)."""
-        tokens = np.arange(1, _TRIED + 1)[None] * self._spec.vocab_size // (_TRIED + 1)
-        together = np.array(self.forward(tokens, np.array([0])))[0]
-        alone = [np.array(self.forward(tokens[:, i : i + 1], np.array([i])))[0, 0] for i in range(_TRIED)]
-        return np.array_equal(together, alone)
+    def _narrowest(self) -> int:
+        """The least width whose steps the graphs in use were made to let round like all wider ones."""
+        many = self._pinned if self._pinned in ONE_ROW else self._choose(2)
+        return 1 if self._provider == "cpu" and {self._choose(1), many} <= {*EVEN} else 2
+
+    def _settle(self) -> None:
+        """Keep to graphs and widths that do round alike on this processor."""
+        found = even_from(self, self._narrowest())
+        if self._pinned == "auto" and found is None:
+            self._take(_WITHOUT_REST)
+            found = even_from(self, self._narrowest())
+        elif self._pinned == "auto" and found == 2 and self._variant == "gqa_even":
+            self._take(_SOONEST)  # gqa: wider steps need no graph of their own
+        if found is None:
+            raise uneven(self._name)
+        self._spec = dataclasses.replace(self._spec, narrowest=found)
+
+    def _take(self, alone: tuple[str, ...]) -> None:
+        """Another preference for one row's graph."""
+        self._alone = alone
+        self._sessions.clear()
+        self.reset(1)
 
     def _check_room(self, width: int, past_lens: Tokens) -> int:
         """The longest row's length. Raises EngineError where the step needs more slots than there are."""
@@ -224,8 +229,12 @@ class SlotEngine:
         assert self._device_logits is not None
         return self._device_logits.logits(*step.logit_index.shape)
 
+    @property
+    def _name(self) -> str:
+        return f"{self._model.folder.name} ({self._variant})"
+
     def _failed(self, error: BaseException) -> EngineError:
-        return EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}")
+        return EngineError(f"{self._name}: {first_line(error)}")
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
@@ -234,7 +243,7 @@ class SlotEngine:
         self._forget_steps()
         with RECORDING.step(records=False):
             for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-                self._cache[i] = buffer.grown(_slots(bucket(capacity, self._variant), self._variant))
+                self._cache[i] = buffer.grown(buffer_slots(bucket(capacity, self._variant), self._variant))
         self._capacity = bucket(capacity, self._variant)
 
     def reset(self, batch: int) -> None:
@@ -256,7 +265,7 @@ class SlotEngine:
         types = {value.name: value.type for value in self._session.get_inputs()}
         self._release()
         self._batch, self._capacity = batch, bucket(1, variant)
-        slots = _slots(self._capacity, variant)
+        slots = buffer_slots(self._capacity, variant)
         self._cache = [
             self._zeros((batch, layer.heads, slots, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
@@ -304,11 +313,8 @@ class SlotEngine:
         if self._provider not in ("cpu", "cuda"):
             return "canonical"
         if self._provider != "cpu":
-            wanted = ["nonpad"]
-        elif batch > 1:
-            wanted = ["grouped", "nonpad"]
-        else:
-            wanted = ["gqa_even", "grouped", "gqa"] if self._exact else ["gqa", "grouped"]
+            return "nonpad" if "nonpad" in self._model.entry.variants else "canonical"
+        wanted = self._alone if batch == 1 else _WITHOUT_REST
         return next((name for name in wanted if name in self._model.entry.variants), "canonical")
 
     def _open(self, variant: str, *, graphs: bool) -> Any:
@@ -380,11 +386,6 @@ class SlotEngine:
         step.bind(self._cache, None if store is None else (store.address, self._spec.vocab_size))
         self._steps[rows, width, wanted, seen] = step
         return step
-
-
-def _slots(capacity: int, variant: str) -> int:
-    """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
-    return capacity + (variant == "gqa_even")
 
 
 def _cache_dtype(onnx_type: str) -> np.dtype[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bundle import ModelEntry
 from ..errors import UsageError
-from .ort import bucket
+from .memory import bucket
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine

@@ -1,0 +1,58 @@
+"""From which width on a graph's steps round alike on this processor: it is tried, not looked up.
+
+A kernel computes some rows, or some terms of a sum, in blocks, and what is left over in another way. On x86 one token
+alone rounds differently inside attention (and in int4 products where there is no AVX-512); wider steps are alike. On
+ARM64 ``GroupQueryAttention`` sums over as many slots as are in use, and where their number is no multiple of four the
+last ones round differently: a token's logits depend on how many tokens come with it, at every width. Attention over all
+slots there are has no such rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import EngineError
+from .base import Engine, LogitArray, Tokens
+
+_TRIALS = {1: (2, 1, 3, 1, 5, 1, 3, 2, 1, 3, 1, 9), 2: (2, 3, 5, 3, 2, 3, 5, 9)}  # least width: the steps of its trial
+_TOKENS = 32
+
+
+def even_from(engine: Engine, least: int) -> int | None:
+    """The least width, ``least`` or 2, from which on steps of the first row gave the bits of one step; None if none.
+
+    Up to 32 tokens spread over the vocabulary are run three times at most. Overwrites the first row's slots.
+    """
+    spec = engine.spec
+    count = min(_TOKENS, spec.max_context)
+    tokens = np.arange(1, count + 1, dtype=np.int64)[None] * spec.vocab_size // (count + 1)
+    together = _stepped(engine, tokens, (count,))
+    for width, pieces in _TRIALS.items():
+        if width >= least:
+            apart = _stepped(engine, tokens, pieces)
+            if np.array_equal(apart, together[: len(apart)]):
+                return width
+    return None
+
+
+def uneven(name: str) -> EngineError:
+    """What there is to say where no two widths of graph ``name`` agree."""
+    return EngineError(
+        f"{name}: on this processor its steps round by their width, so no answer would be the target's own, token for"
+        " token: take variant auto, or do without (--no-exact, exact=False)"
+    )
+
+
+def _stepped(engine: Engine, tokens: Tokens, pieces: Sequence[int]) -> LogitArray:
+    """Logits [T, vocab_size] of the first row's tokens, run in ``pieces``, as far as there are tokens for them."""
+    engine.reserve(tokens.shape[1])
+    parts, past = [], 0
+    for width in pieces:
+        if past + width > tokens.shape[1]:
+            break
+        step = engine.forward(tokens[:, past : past + width], np.array([past]))
+        parts.append(np.array(step, np.float32)[0])
+        past += width
+    return np.concatenate(parts)

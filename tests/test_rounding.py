@@ -1,0 +1,184 @@
+"""Which steps round alike is tried on the processor at hand: stand-ins for the kernels of others must be found out."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support_foreign import Form
+from support_foreign import engine as open_foreign
+from support_foreign import entry as foreign_entry
+from support_graphs import Shape, tokens, write
+
+from leadout.bundle import Model
+from leadout.engines.base import ONE_ROW
+from leadout.engines.foreign import ForeignEngine
+from leadout.engines.ort import SlotEngine
+from leadout.engines.rounding import even_from
+from leadout.engines.toy import ToyEngine
+from leadout.errors import EngineError
+from leadout.runtime import check
+
+VOCAB = 16
+C = Shape()
+Rest = Callable[[int, int], int]  # (past, width) of a step: how many of its last tokens round in another way
+
+
+def alone(past: int, width: int) -> int:
+    """A kernel for one row."""
+    return int(width == 1)
+
+
+def of_four(past: int, width: int) -> int:
+    """Sums over the slots in use, four at a time: ARM64's attention."""
+    return min(width, (past + width) % 4)
+
+
+def of_rows(past: int, width: int) -> int:
+    """Products four rows at a time."""
+    return width % 4
+
+
+class Rounding(ToyEngine):
+    """A toy on such a processor."""
+
+    def __init__(self, rest: Rest, max_context: int = 256) -> None:
+        super().__init__(lambda context: np.full(VOCAB, 1 / VOCAB), VOCAB, max_context=max_context)
+        self.rest = rest
+
+    def forward(self, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+        logits = super().forward(tokens, past_lens, logit_index)
+        others = self.rest(int(past_lens[0]), tokens.shape[1])
+        logits[:, logits.shape[1] - others :] += np.float32(1e-3)
+        return logits
+
+
+@pytest.mark.parametrize("context", [32, 256])
+@pytest.mark.parametrize(
+    ("rest", "least", "width"),
+    [
+        (lambda past, width: 0, 1, 1),
+        (lambda past, width: 0, 2, 2),
+        (alone, 1, 2),
+        (alone, 2, 2),
+        (of_four, 1, None),
+        (of_four, 2, None),
+        (of_rows, 2, None),
+        (lambda past, width: width == 2, 2, None),
+        (lambda past, width: width == 9, 1, None),
+    ],
+)
+def test_the_least_width_is_found_or_that_there_is_none(
+    rest: Rest, least: int, width: int | None, context: int
+) -> None:
+    assert even_from(Rounding(rest, context), least) == width
+
+
+def test_a_short_context_is_tried_as_far_as_it_goes() -> None:
+    engine = Rounding(alone, max_context=7)
+    assert even_from(engine, 1) == 2 and engine.calls[0] == (1, 7)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return write(C, tmp_path_factory.mktemp("fp32"), "fp32")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, rest: Rest, variants: tuple[str, ...]) -> None:
+    """Have those graphs round one bit off in the rest of a step."""
+    right = SlotEngine._run
+
+    def off(engine: SlotEngine, step: Any, again: Any) -> Any:
+        logits = right(engine, step, again)
+        if engine.variant not in variants or not (others := rest(int(step.past_lens[0]), step.tokens.shape[1])):
+            return logits
+        logits = logits.copy()
+        logits[:, -others:] = np.nextafter(logits[:, -others:], np.float32(np.inf))
+        return logits
+
+    monkeypatch.setattr(SlotEngine, "_run", off)
+
+
+def test_one_token_in_a_way_of_its_own_is_found_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, alone, (*ONE_ROW, "grouped"))
+    engine = SlotEngine(model, exact=True)
+    assert (engine.spec.narrowest, engine.variant) == (2, "gqa"), "wider steps need no graph of their own"
+    assert SlotEngine(model, variant="gqa_even", exact=True).spec.narrowest == 2
+    row = tokens(C, 1, 12)
+    start = np.zeros(1, np.int64)
+    wanted = SlotEngine(model).forward(row, start)
+    assert np.array_equal(engine.forward(row, start), wanted), "and nothing of the trial is left"
+
+
+def test_attention_that_rounds_by_what_is_left_over_is_not_taken(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, of_four, ONE_ROW)
+    engine = SlotEngine(model, exact=True)
+    assert (engine.spec.narrowest, engine.variant) == (1, "grouped")
+    assert list(engine._sessions) == [("grouped", False)], "the graph that is not taken takes no memory"
+    engine.reset(2)
+    assert engine.variant == "grouped"
+    older = dataclasses.replace(
+        model.entry, variants={name: model.entry.variants[name] for name in ("canonical", "gqa")}
+    )
+    plainest = SlotEngine(Model(model.folder, older), exact=True)
+    assert (plainest.spec.narrowest, plainest.variant) == (2, "canonical")
+
+
+@pytest.mark.parametrize("variant", ["gqa", "gqa_even"])
+def test_who_pins_such_a_graph_is_told(model: Model, monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    install(monkeypatch, of_four, ONE_ROW)
+    with pytest.raises(EngineError, match=rf"\({variant}\): .* take variant auto, or .*--no-exact, exact=False"):
+        SlotEngine(model, variant=variant, exact=True)
+    assert SlotEngine(model, variant=variant).variant == variant
+
+
+def test_a_processor_where_nothing_rounds_alike_is_no_place_for_exact_answers(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, of_rows, tuple(model.entry.variants))
+    with pytest.raises(EngineError, match="would be the target's own"):
+        SlotEngine(model, exact=True)
+    assert SlotEngine(model).variant == "gqa"
+
+
+def test_what_no_exact_answer_takes_may_round_by_width(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``leadout check`` tells it, and fails where an exact answer would take it."""
+
+    def widths(role: str) -> dict[str, check.Check]:
+        rows = [each for each in check.check_model(role, model, "cpu", 1) if "widths" in each.name]
+        return {each.name.split(":")[0]: each for each in rows}
+
+    install(monkeypatch, of_four, ONE_ROW)
+    assert check.exact_graphs(model, 1) == {"grouped": 1}
+    for role in ("target", "draft"):
+        found = widths(role)
+        assert all(each.ok for each in found.values())
+        assert found[f"{role} grouped"].detail == "one bit pattern"
+        assert found[f"{role} gqa"].detail.startswith("differ: ")
+        assert found[f"{role} gqa"].detail.endswith("; no exact answer takes it here")
+    monkeypatch.setattr(check, "exact_graphs", lambda model, threads: {"gqa": 2, "grouped": 1})
+    assert [name for name, each in widths("target").items() if not each.ok] == ["target gqa"]
+
+
+@pytest.mark.parametrize("form", [Form(), Form(gqa=True)], ids=["concat", "genai"])
+def test_other_peoples_graphs_are_tried_too(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ForeignEngine.forward
+    found = even_from(open_foreign(tmp_path, form), 2)
+    assert found == 2 or platform.machine().lower() not in ("x86_64", "amd64")
+    model = Model(tmp_path, foreign_entry(tmp_path / "model.onnx", "genai" if form.gqa else "concat"))
+
+    def off(engine: ForeignEngine, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+        logits = right(engine, tokens, past_lens, logit_index)
+        if others := of_four(int(past_lens[0]), tokens.shape[1]):
+            logits[:, -others:] += np.float32(1e-3)
+        return logits
+
+    monkeypatch.setattr(ForeignEngine, "forward", off)
+    with pytest.raises(EngineError, match="--no-exact"):
+        ForeignEngine(model, exact=True)
+    ForeignEngine(model)
