@@ -151,9 +151,15 @@ def _version(name: str) -> str | None:
         return None
 
 
-def processor() -> str:
-    """The processor's name as the system tells it."""
-    info = Path("/proc/cpuinfo")
+def processor(root: Path = Path("/")) -> str:
+    """The processor's name as the system tells it. Linux on ARM64 tells none: the board's then (Jetson, Raspberry Pi),
+    or its cores' codes."""
+    info, board = root / "proc/cpuinfo", root / "proc/device-tree/model"
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    told = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
+    if names := [value for key, value in told if key == "model name"]:
+        return names[0]
+    if board.is_file():
+        return board.read_text(encoding="utf-8").rstrip("\0\n")
+    codes = dict.fromkeys(value for key, value in told if key in ("CPU implementer", "CPU part"))
+    return " ".join([platform.processor() or platform.machine(), *codes])

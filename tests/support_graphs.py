@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
+from leadout.engines.ort import SlotEngine
+from leadout.engines.rounding import even_from
 from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.quantize import quantize
 from leadout.export.tree import to_tree, to_tree_gqa
@@ -238,3 +241,10 @@ def tokens(c: Shape, rows: int, length: int, seed: int = 1) -> NDArray[np.int64]
 def op_counts(model: ir.Model) -> dict[str, int]:
     kinds = [n.op_type for n in model.graph]
     return {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+def fused_is_even(model: Model) -> bool:
+    """Whether attention for one row rounds alike in steps of two and more tokens: not on ARM64."""
+    even = even_from(SlotEngine(model, variant="gqa"), 2) == 2
+    assert even or platform.machine().lower() not in ("x86_64", "amd64")
+    return even

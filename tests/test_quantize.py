@@ -18,7 +18,8 @@ from leadout.export.passes import pack, simplify
 from leadout.export.quantize import from_int4, int4_to_rows, quantize, rows_to_int4, rows_to_int8
 
 # Root mean square of the error over that of the logits; random weights, which have no redundancy (real ones lose less).
-ERROR = {"fp16": (0.001, 0.004), "int8": (0.02, 0.07), "int4": (0.2, 0.5)}
+# ARM64 adds in fp16 what x86 adds in fp32.
+ERROR = {"fp16": (0.001, 0.008), "int8": (0.02, 0.07), "int4": (0.2, 0.5)}
 
 
 def quantised(c: Shape, precision: str) -> ir.Model:

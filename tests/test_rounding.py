@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from support_foreign import Form
 from support_foreign import engine as open_foreign
 from support_foreign import entry as foreign_entry
-from support_graphs import Shape, tokens, write
+from support_graphs import Shape, fused_is_even, tokens, write
 
 from leadout.bundle import Model
 from leadout.engines.base import ONE_ROW
@@ -106,12 +105,13 @@ def install(monkeypatch: pytest.MonkeyPatch, rest: Rest, variants: tuple[str, ..
 
 def test_one_token_in_a_way_of_its_own_is_found_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, alone, (*ONE_ROW, "grouped"))
-    engine = SlotEngine(model, exact=True)
-    assert (engine.spec.narrowest, engine.variant) == (2, "gqa"), "wider steps need no graph of their own"
-    assert SlotEngine(model, variant="gqa_even", exact=True).spec.narrowest == 2
+    engine, taken = SlotEngine(model, exact=True), "gqa" if fused_is_even(model) else "grouped"
+    assert (engine.spec.narrowest, engine.variant) == (2, taken), "wider steps need no graph of their own"
+    pinned = "gqa_even" if taken == "gqa" else "grouped"
+    assert SlotEngine(model, variant=pinned, exact=True).spec.narrowest == 2
     row = tokens(C, 1, 12)
     start = np.zeros(1, np.int64)
-    wanted = SlotEngine(model).forward(row, start)
+    wanted = SlotEngine(model, variant=taken).forward(row, start)
     assert np.array_equal(engine.forward(row, start), wanted), "and nothing of the trial is left"
 
 
@@ -168,8 +168,7 @@ def test_what_no_exact_answer_takes_may_round_by_width(model: Model, monkeypatch
 @pytest.mark.parametrize("form", [Form(), Form(gqa=True)], ids=["concat", "genai"])
 def test_other_peoples_graphs_are_tried_too(form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ForeignEngine.forward
-    found = even_from(open_foreign(tmp_path, form), 2)
-    assert found == 2 or platform.machine().lower() not in ("x86_64", "amd64")
+    open_foreign(tmp_path, form)
     model = Model(tmp_path, foreign_entry(tmp_path / "model.onnx", "genai" if form.gqa else "concat"))
 
     def off(engine: ForeignEngine, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,7 @@ from leadout.runtime.stats import Stats
 from leadout.runtime.tune import Sweep, acceptance, grouped, promise
 from leadout.scripts.cli import main
 
+HERE = platform.processor() or platform.machine()
 WHERE: dict[str, Any] = {"provider": "cpu", "draft_provider": None, "threads": 1, "variant": "auto", "exact": True}
 COSTS = [Cost("target", 1, 0, 2, 0.5), Cost("draft", 1, 0, 1, 0.25), Cost("host", 2, 0, 1, 0.125)]
 
@@ -89,6 +91,30 @@ def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
     assert set(widths) == set(range(2, 18)) and sweep.rounds == sum(widths.values())
     assert max(widths.values()) <= 3 * min(widths[width] for width in range(3, 17)), widths
     assert {cost.part for cost in sweep.costs.measured()} == {*PARTS} - {"plain"}, "it drafts in nearly every round"
+
+
+def cores(*parts: str) -> str:
+    """/proc/cpuinfo of an ARM64 machine."""
+    return "".join(f"processor\t: {i}\nCPU implementer\t: 0x41\nCPU part\t: {p}\n\n" for i, p in enumerate(parts))
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "board", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC 7763\n", "Some PC", "AMD EPYC 7763"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\n", "Raspberry Pi 5 Model B\0", "Raspberry Pi 5 Model B"),
+        (cores("0xd05", "0xd05", "0xd0b"), None, f"{HERE} 0x41 0xd05 0xd0b"),
+        (None, None, HERE),
+    ],
+    ids=["x86", "board", "cores of two kinds", "no Linux"],
+)
+def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, name: str, tmp_path: Path) -> None:
+    """Costs are kept by it, and a bundle travels."""
+    for place, text in (("cpuinfo", cpuinfo), ("device-tree/model", board)):
+        if text is not None:
+            (tmp_path / "proc" / place).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "proc" / place).write_text(text)
+    assert tuned.processor(tmp_path) == name
 
 
 def test_costs_are_kept_per_device(bundle: Path) -> None:
