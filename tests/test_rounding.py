@@ -15,6 +15,7 @@ from support_foreign import entry as foreign_entry
 from support_graphs import Shape, fused_is_even, tokens, write
 
 from leadout.bundle import Model
+from leadout.engines import open_engine
 from leadout.engines.base import ONE_ROW
 from leadout.engines.foreign import ForeignEngine
 from leadout.engines.ort import SlotEngine
@@ -179,5 +180,5 @@ def test_other_peoples_graphs_are_tried_too(form: Form, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(ForeignEngine, "forward", off)
     with pytest.raises(EngineError, match="--no-exact"):
-        ForeignEngine(model, exact=True)
-    ForeignEngine(model)
+        open_engine(model, exact=True)
+    open_engine(model)
