@@ -14,7 +14,7 @@ from support_foreign import engine as open_foreign
 from support_foreign import entry as foreign_entry
 from support_graphs import Shape, fused_is_even, tokens, write
 
-from leadout.bundle import Model
+from leadout.bundle import Bundle, Model
 from leadout.engines import open_engine
 from leadout.engines.base import ONE_ROW
 from leadout.engines.foreign import ForeignEngine
@@ -145,6 +145,11 @@ def test_a_processor_where_nothing_rounds_alike_is_no_place_for_exact_answers(
     with pytest.raises(EngineError, match="would be the target's own"):
         SlotEngine(model, exact=True)
     assert SlotEngine(model).variant == "gqa"
+    rows = list(check.check_model("target", model, "cpu", 1))
+    assert [each.name for each in rows if not each.ok] == ["target: exact answers"]
+    assert {f"target {variant}: widths" for variant in model.entry.variants} == {
+        each.name.partition(" 1 to")[0].partition(" 2 to")[0] for each in rows if "widths" in each.name
+    }, "and the rest is told"
 
 
 def test_what_no_exact_answer_takes_may_round_by_width(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,3 +187,14 @@ def test_other_peoples_graphs_are_tried_too(form: Form, tmp_path: Path, monkeypa
     with pytest.raises(EngineError, match="--no-exact"):
         open_engine(model, exact=True)
     open_engine(model)
+
+
+def test_a_graph_that_cannot_be_had_exact_fails_no_check_of_batches(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, of_four, ("canonical",))
+    bundle = Bundle.read(tiny_bundle)
+    rows = {each.name: each for each in check.check_tokens(bundle, {"target": "cpu", "draft": "cpu"}, 1)}
+    assert all(each.ok for each in rows.values())
+    assert "--no-exact" in rows["greedy: batch against alone, canonical"].detail
+    assert "tokens of 3 prompts" in rows["greedy: batch against alone, grouped"].detail
