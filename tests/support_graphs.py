@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
+from leadout.engines import Engine
 from leadout.engines.ort import SlotEngine
 from leadout.engines.rounding import even_from
 from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
@@ -243,8 +244,14 @@ def op_counts(model: ir.Model) -> dict[str, int]:
     return {kind: kinds.count(kind) for kind in set(kinds)}
 
 
-def fused_is_even(model: Model) -> bool:
-    """Whether attention for one row rounds alike in steps of two and more tokens: not on ARM64."""
-    even = even_from(SlotEngine(model, variant="gqa"), 2) == 2
+def rounds_alike(engine: Engine) -> bool:
+    """Whether steps of two and more tokens give one bit pattern: on ARM64 not where attention is fused, or sums over
+    the slots in use."""
+    even = even_from(engine, 2) == 2
     assert even or platform.machine().lower() not in ("x86_64", "amd64")
     return even
+
+
+def fused_is_even(model: Model) -> bool:
+    """``rounds_alike`` of the graph for one row."""
+    return rounds_alike(SlotEngine(model, variant="gqa"))

@@ -26,6 +26,7 @@ from leadout.runtime import check
 
 VOCAB = 16
 C = Shape()
+GOLDEN = check.Golden(tokens(C, 1, 24), np.array([24]), np.zeros((1, 24, 1), np.int32), np.zeros((1, 24, 1)))
 Rest = Callable[[int, int], int]  # (past, width) of a step: how many of its last tokens round in another way
 
 
@@ -167,7 +168,11 @@ def test_what_no_exact_answer_takes_may_round_by_width(model: Model, monkeypatch
         assert found[f"{role} grouped"].detail == "one bit pattern"
         assert found[f"{role} gqa"].detail.startswith("differ: ")
         assert found[f"{role} gqa"].detail.endswith("; no exact answer takes it here")
+    monkeypatch.setattr(check.Golden, "of", lambda model: GOLDEN)
+    monkeypatch.setattr(check, "allowed", lambda model, golden: 1e-9)
+    assert not widths("draft")["draft gqa"].ok, "but rounding has to explain it"
     monkeypatch.setattr(check, "exact_graphs", lambda model, threads: {"gqa": 2, "grouped": 1})
+    monkeypatch.setattr(check, "allowed", lambda model, golden: 1.0)
     assert [name for name, each in widths("target").items() if not each.ok] == ["target gqa"]
 
 
