@@ -17,7 +17,7 @@ EXECUTION_PROVIDERS = {
     "ort-tensorrt": "TensorrtExecutionProvider",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
-_SPIN_US = "2000"
+_SPIN_US = "200"  # microseconds
 _OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {"use_tf32": "0"},
@@ -72,9 +72,9 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     """Open the graph at ``path`` with ``threads`` threads of its own.
 
     A small model has a node every ten microseconds: waking a thread for each takes longer than the node, so they spin,
-    through a draft of usual length and no longer. Two pools that spin would take the cores from each other: give the
-    second model one thread, which is no pool. ``graphs``: steps may be recorded as CUDA graphs (cuda only). What
-    TensorRT's providers do not take runs on CUDA's. Products in int8 are exact on every processor (``saturation``).
+    through what lies between two steps and no longer: draft and target take turns, and threads of one that still spin
+    are in the way of the other's. ``graphs``: steps may be recorded as CUDA graphs (cuda only). What TensorRT's
+    providers do not take runs on CUDA's. Products in int8 are exact on every processor (``saturation``).
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
     ort = require(provider)

@@ -20,8 +20,9 @@ from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.golden import Golden
 from ..errors import EngineError
 from .divergence import NEAR_TIE, first_divergence
-from .pair import Pair, cores, load
+from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
+from .tuned import cores
 
 WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 33, MAX_GUESS_LENGTH + 1)
 NEW_TOKENS = 24

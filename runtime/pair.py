@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -309,6 +308,7 @@ def load(
     provider: str = "cpu",
     draft_provider: str | None = None,
     threads: int | None = None,
+    draft_threads: int | None = None,
     variant: str = "auto",
     exact: bool = True,
     batch_size: int = 16,
@@ -317,8 +317,8 @@ def load(
     """Open a bundle for generating.
 
     ``provider`` says where the models run (``engines.PROVIDERS``), ``draft_provider`` where the draft does if that
-    is elsewhere. ``threads`` are the target's (all cores by default; the draft takes one, since two spinning pools
-    slow each other down). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
+    is elsewhere. ``threads`` are the target's (all cores by default), ``draft_threads`` the draft's (by default as
+    many: they take turns). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
     that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
     own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` is
     the most prompts that run at once. Costs start from what ``leadout tune`` measured on this device. ``draft_ahead``:
@@ -332,25 +332,24 @@ def load(
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
     providers = {provider, draft_provider or provider}
-    ahead = check_ahead(draft_ahead, providers, draft="draft" in found.manifest.models, vocabulary=vocabulary)
-    threads = cores() if threads is None else threads
-    where: dict[str, Any] = {"provider": provider, "threads": threads, "variant": variant, "exact": exact}
-    known, note = read_tuned(found, this_device(**where, draft_provider=draft_provider))
-    target = open_engine(found.model("target"), **where)
+    drafts = "draft" in found.manifest.models
+    ahead = check_ahead(draft_ahead, providers, draft=drafts, vocabulary=vocabulary)
+    if not drafts and (draft_threads is not None or draft_provider not in (None, provider)):
+        raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
+    device = this_device(**where, threads=threads, draft_threads=draft_threads)
+    known, note = read_tuned(found, device)
+    target = open_engine(found.model("target"), provider=provider, threads=device.threads, variant=variant, exact=exact)
     try:
         draft = None
-        if "draft" in found.manifest.models:
-            draft = open_engine(found.model("draft"), provider=draft_provider or provider, threads=1, variant=variant)
+        if drafts:
+            of_draft: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
+            draft = open_engine(found.model("draft"), **of_draft, variant=variant)
     except BaseException:
         target.close()
         raise
     made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary, "draft_ahead": ahead}
     return Pair(found, codec, target, draft, **made, known=known, note=note)
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_single(prompt: Any) -> bool:

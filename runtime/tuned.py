@@ -18,11 +18,11 @@ from importlib import metadata
 from pathlib import Path
 
 from ..bundle import MANIFEST, Bundle, parse
-from ..errors import BundleError
+from ..errors import BundleError, UsageError
 from .costs import PARTS, Cost
 from .settings import MAX_GUESS_LENGTH
 
-FORMAT = 1
+FORMAT = 2
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
@@ -37,6 +37,7 @@ class Device:
     provider: str
     draft_provider: str
     threads: int
+    draft_threads: int
     variant: str
     exact: bool
     runtime: str
@@ -59,14 +60,34 @@ class Tuned:
     tunings: tuple[Tuning, ...]
 
 
-def this_device(*, provider: str, draft_provider: str | None, threads: int, variant: str, exact: bool) -> Device:
-    """The machine this runs on, as it is used."""
+def cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def this_device(
+    *,
+    provider: str,
+    draft_provider: str | None,
+    threads: int | None,
+    draft_threads: int | None,
+    variant: str,
+    exact: bool,
+) -> Device:
+    """The machine this runs on, as it is used: what is None is filled in as ``load`` says. Raises UsageError for fewer
+    threads than one."""
+    threads = cores() if threads is None else threads
+    draft_threads = threads if draft_threads is None else draft_threads
+    for name, count in (("threads", threads), ("draft_threads", draft_threads)):
+        if count < 1:
+            raise UsageError(f"{name} must be at least 1, not {count}")
     return Device(
         processor=processor(),
         cores=os.cpu_count() or 1,
         provider=provider,
         draft_provider=draft_provider or provider,
         threads=threads,
+        draft_threads=draft_threads,
         variant=variant,
         exact=exact,
         runtime=", ".join(f"{name} {version}" for name in _RUNTIMES if (version := _version(name))),

@@ -46,6 +46,7 @@ def command(
     provider: str,
     draft_provider: str | None,
     threads: int | None,
+    draft_threads: int | None,
     variant: str,
     exact: bool,
     draft_ahead: bool | str,
@@ -63,7 +64,8 @@ def command(
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
-    with load(bundle, **where, threads=threads, variant=variant, exact=exact) as pair:
+    where |= {"threads": threads, "draft_threads": draft_threads}
+    with load(bundle, **where, variant=variant, exact=exact) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
@@ -78,7 +80,7 @@ def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) ->
     """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
     of its own where it needs no wider steps."""
     from ..engines import open_engine
-    from ..runtime.pair import cores
+    from ..runtime.tuned import cores
 
     if not pair.exact or pair.target.spec.narrowest > 1:
         return nullcontext()

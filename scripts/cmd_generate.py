@@ -56,6 +56,7 @@ def command(
     provider: str,
     draft_provider: str | None,
     threads: int | None,
+    draft_threads: int | None,
     variant: str,
     exact: bool,
     draft_ahead: bool | str,
@@ -73,7 +74,8 @@ def command(
     if not requests:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
-    with load(bundle, **where, threads=threads, variant=variant, exact=exact, batch_size=batch_size) as pair:
+    where |= {"threads": threads, "draft_threads": draft_threads}
+    with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         if as_json or len(requests) > 1 or n is not None:

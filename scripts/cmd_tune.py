@@ -16,6 +16,7 @@ from .options import ENGINE, options, read_prompts
 if TYPE_CHECKING:
     from ..engines import Engine
     from ..runtime.pair import Pair
+    from ..runtime.tuned import Device
 
 
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -57,6 +58,7 @@ def command(
     provider: str,
     draft_provider: str | None,
     threads: int | None,
+    draft_threads: int | None,
     variant: str,
     exact: bool,
 ) -> None:
@@ -67,33 +69,31 @@ def command(
     have no name here.
     """
     from ..runtime import tuned
-    from ..runtime.pair import cores, load
+    from ..runtime.pair import load
     from ..runtime.tune import tune
 
     if limit < 1 or context < 1:
         raise UsageError("--limit and --context must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant}
-    with (
-        load(bundle, **where, threads=threads, exact=exact, draft_ahead=False) as pair,
-        contextlib.ExitStack() as opened,
-    ):
-        candidates = {name: opened.enter_context(candidate(name, pair, where)) for name in drafts}
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
+    where |= {"threads": threads, "draft_threads": draft_threads}
+    device = tuned.this_device(**where)
+    with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
+        candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         plain = opened.enter_context(bare_target(pair, provider, threads, variant))
         options = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         if save and {provider, draft_provider or "cpu"} == {"cpu"}:
-            device = tuned.this_device(**where, threads=cores() if threads is None else threads, exact=exact)
             report["saved"] = str(tuned.write(pair.bundle, device, costs))
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else "\n".join(lines(report)))
 
 
 @contextlib.contextmanager
-def candidate(name: str, pair: Pair, where: dict[str, Any]) -> Any:
+def candidate(name: str, pair: Pair, device: Device) -> Any:
     """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
     from ..bundle import Bundle
     from ..engines import open_engine
@@ -102,9 +102,8 @@ def candidate(name: str, pair: Pair, where: dict[str, Any]) -> Any:
     if model.entry.vocab_size != pair.target.spec.vocab_size:
         have, want = model.entry.vocab_size, pair.target.spec.vocab_size
         raise UsageError(f"--draft '{name}': its vocabulary has {have} ids, the target's {want}")
-    engine: Engine = open_engine(
-        model, provider=where["draft_provider"] or where["provider"], threads=1, variant=where["variant"]
-    )
+    where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
+    engine: Engine = open_engine(model, **where, variant=device.variant)
     try:
         yield engine
     finally:

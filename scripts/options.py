@@ -106,11 +106,12 @@ DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
         "--draft-provider",
         {"type": click.Choice(PROVIDERS), "help": "Where the draft model runs. [default: where the target does]"},
     ),
-    ("--threads", {"type": int, "metavar": "N", "help": "The target's threads. [default: all cores]"}),
+    ("--threads", {"type": int, "metavar": "N", "help": "Threads of each model. [default: all cores]"}),
 )
 
 ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *DEVICE,
+    ("--draft-threads", {"type": int, "metavar": "N", "help": "The draft model's. [default: --threads]"}),
     ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
     (
         "--exact/--no-exact",

@@ -161,6 +161,7 @@ def test_a_prompt_longer_than_the_context(tiny_bundle: Path) -> None:
         (("--logit-bias", "3=nan"), "logit_bias of token 3"),
         (("--logit-bias", "99999=1"), "99999"),
         (("--threads", "0"), "threads must be at least 1"),
+        (("--draft-threads", "0"), "draft_threads must be at least 1, not 0"),
         (("--batch-size", "0"), "batch_size must be at least 1"),
     ],
 )

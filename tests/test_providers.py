@@ -11,14 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_foreign import decoder, directory
 from support_tensorrt_host import Plan, build, install, no_gpu
 
 import leadout
-from leadout.bundle import Bundle
-from leadout.engines import PROVIDERS, providers, require
+from leadout.bundle import Bundle, Model
+from leadout.engines import PROVIDERS, Engine, open_engine, providers, require
 from leadout.engines.tensorrt import compat
 from leadout.errors import EngineError, UsageError
+from leadout.export.foreign import import_pair
 from leadout.runtime import check
+from leadout.runtime.tuned import cores
 
 SETTINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}]
 
@@ -61,8 +64,6 @@ def test_a_variant_is_onnx_runtime_s(tiny_bundle: Path) -> None:
 def test_other_people_s_models_are_refused_by_name(tiny_bundle: Path) -> None:
     import dataclasses
 
-    from leadout.engines import open_engine
-
     model = Bundle.read(tiny_bundle).model("target")
     other = dataclasses.replace(model, entry=dataclasses.replace(model.entry, dialect="concat"))
     with pytest.raises(EngineError, match="a concat model runs on provider cpu, not tensorrt"):
@@ -77,6 +78,36 @@ def test_a_draft_that_cannot_be_opened_closes_the_target(tiny_bundle: Path, monk
     with pytest.raises(EngineError):
         leadout.load(tiny_bundle, draft_provider="cuda")
     assert len(closed) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"target": cores(), "draft": cores()}),
+        ({"threads": 3}, {"target": 3, "draft": 3}),
+        ({"threads": 3, "draft_threads": 1}, {"target": 3, "draft": 1}),
+        ({"draft_threads": 3}, {"target": cores(), "draft": 3}),
+    ],
+)
+def test_the_draft_has_as_many_threads_unless_told_otherwise(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, int], expected: dict[str, int]
+) -> None:
+    found: dict[str, int] = {}
+
+    def opened(model: Model, **where: Any) -> Engine:
+        found[model.folder.name] = where["threads"]
+        return open_engine(model, **where)
+
+    monkeypatch.setattr("leadout.runtime.pair.open_engine", opened)
+    leadout.load(tiny_bundle, **given).close()
+    assert found == expected
+
+
+@pytest.mark.parametrize("given", [{"draft_threads": 1}, {"draft_provider": "cuda"}])
+def test_what_is_said_of_a_draft_that_is_not_there_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    bundle = import_pair(directory(tmp_path / "target", decoder()), None, tmp_path / "bundle")
+    with pytest.raises(UsageError, match="draft_provider, draft_threads: this bundle has no draft model"):
+        leadout.load(bundle, **given)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,14 @@ from leadout.runtime.tune import Sweep, acceptance, grouped, promise
 from leadout.scripts.cli import main
 
 HERE = platform.processor() or platform.machine()
-WHERE: dict[str, Any] = {"provider": "cpu", "draft_provider": None, "threads": 1, "variant": "auto", "exact": True}
+WHERE: dict[str, Any] = {
+    "provider": "cpu",
+    "draft_provider": None,
+    "threads": 1,
+    "draft_threads": None,
+    "variant": "auto",
+    "exact": True,
+}
 COSTS = [Cost("target", 1, 0, 2, 0.5), Cost("draft", 1, 0, 1, 0.25), Cost("host", 2, 0, 1, 0.125)]
 
 
@@ -119,7 +126,7 @@ def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, 
 
 def test_costs_are_kept_per_device(bundle: Path) -> None:
     found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
-    other = dataclasses.replace(device, threads=device.threads + 1)
+    other = dataclasses.replace(device, draft_threads=device.threads + 1)
     assert tuned.read(found, device) == ((), "")
     tuned.write(found, device, COSTS)
     tuned.write(found, other, COSTS[:1])
@@ -204,7 +211,8 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path) -> N
         assert pair.note == "" and {cost.rows for cost in pair.known} >= {1, 2}
         assert pair.decoder.costs.first_length(16) is None and pair.decoder.costs.target(1) is not None
     assert run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 1).stderr.count("tuned.json") == 0
-    assert "does not know" in run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 2).stderr
+    for other in (("--threads", 2), ("--threads", 1, "--draft-threads", 2)):
+        assert "does not know" in run("generate", bundle, "-p", "x", "--max-new-tokens", 2, *other).stderr
     shown = run("tune", bundle, *options[:2], *options[4:], "--batch-sizes", 1, "--draft", bundle, "--no-save")
     assert "drafts" in shown.stdout and "not kept" in shown.stdout and f"{bundle}: " in shown.stdout
 
