@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant("lightest first", nucleus, "_edge", "[::-1]", ""),
     Mutant("one bin too far", nucleus, "nucleus_edge", "places == place]", "places == place + 1]"),
-    Mutant("an exponential too large", sampling.Chain, "masses", "abs(top) > _SAFE", "abs(top) > 1e9"),
+    Mutant("an exponential too large", sampling.Chain, "masses", "subtract(row, top,", "subtract(row, 0.0,"),
 ]
 
 

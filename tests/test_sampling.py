@@ -16,6 +16,7 @@ from leadout.runtime.sampling import Chain, Sampler, draw
 from leadout.runtime.settings import Settings
 
 VOCAB = 12
+FLOAT32 = 3e-7  # what exponentials in float32 may be off
 
 
 def reference(logits, settings, prompt, output, ends):
@@ -82,10 +83,27 @@ def test_the_chain_equals_its_documentation(case):
     if settings.temperature == 0:
         assert chain.best(logits, drafted) == expected
     else:
-        np.testing.assert_allclose(chain.distribution(logits, drafted), expected, atol=1e-12)
+        np.testing.assert_allclose(chain.distribution(logits, drafted), expected, atol=FLOAT32)
         support = chain.scores(logits, drafted) > -math.inf
         assert np.array_equal(support, expected > 0)
     assert np.array_equal(kept, logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9999}, {"min_new_tokens": 1}], ids=str)
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("size", [300, 40_000])
+def test_a_law_is_as_exact_as_its_logits(size, temperature, options):
+    """And sums to 1 beyond that; whether it is all that happens to a row, or not."""
+    logits = (25 + 5 * np.random.default_rng(size).normal(size=size)).astype(np.float32)
+    found = Chain(Settings(temperature=temperature, **options), size, [], {5}).distribution(logits)
+    scores = (logits.astype(np.longdouble) - logits.max()) / temperature
+    scores[[5] if "min_new_tokens" in options else []] = -math.inf
+    law = np.exp(scores)
+    law[found == 0] = 0.0
+    law /= law.sum()
+    assert 0.5 * np.abs(found - law).sum() < FLOAT32 and abs(found.sum() - 1) < 1e-12
+    if temperature >= 0.7 and "top_p" not in options:
+        assert (found > 0).sum() > 0.99 * size
 
 
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])
