@@ -23,7 +23,9 @@ _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer on
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
-_PLAIN = 2  # measurements of plain steps before they are known
+_PLAIN = (
+    3  # measurements of plain steps before they are known: of two the less counts, and here nothing is slow at first
+)
 _NO_WIDTH = 0  # where plain steps are counted among the widths
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
@@ -39,9 +41,10 @@ def context_bucket(past: int) -> int:
 class Recent:
     """The last few measurements. Their middle counts, because first calls at a new shape are slow."""
 
-    __slots__ = ("_last", "_middle")
+    __slots__ = ("_last", "_middle", "faded")
 
     def __init__(self) -> None:
+        self.faded = False
         self._last: deque[float] = deque(maxlen=_RECENT)
         self._middle: float | None = None
 
@@ -55,7 +58,7 @@ class Recent:
     def fade(self) -> None:
         """All was long ago: the next measurement counts for as much as what is known, and the less of the two holds."""
         if self._last:
-            middle = self.middle
+            self.faded, middle = True, self.middle
             self._last.clear()
             self.append(middle)
 
@@ -178,12 +181,13 @@ class Costs:
         context or number of rows it is as much less than other steps as here; while it was hardly measured, it is as
         they are. None while nothing was."""
         table, bucket = self._tables.get("plain", {}), context_bucket(past)
-        places = [place for place, widths in table.items() if len(widths.get(width, ())) >= _PLAIN]
+        recents = {place: widths[width] for place, widths in table.items() if width in widths}
+        places = [place for place, recent in recents.items() if recent.faded or len(recent) >= _PLAIN]
         if not places:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
         near = min(places, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
-        seconds = table[near][width].middle
+        seconds = recents[near].middle
         if near == (rows, bucket):
             return seconds
         return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))

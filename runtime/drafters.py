@@ -115,8 +115,7 @@ class ModelDrafter:
         self._valid, self._base = [0] * rows, [0] * rows
 
     def prefill(self, rows: Items[Row]) -> None:
-        mine = [row.settings.draft in MODEL_DRAFTS and self.room(row) for row in rows]
-        prompts = [row.sequence.tokens[:-1] if m else [] for m, row in zip(mine, rows, strict=True)]
+        prompts = [row.sequence.tokens[:-1] if self._reads(row) else [] for row in rows]
         prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts])
         self._valid = [len(prompt) for prompt in prompts]
 
@@ -136,7 +135,7 @@ class ModelDrafter:
         ]
         self._begin(rows, max(map(len, pending), default=0))
         while any(pending) and (watch is None or not self.steps or watch.more(self.steps)):
-            logits = self._feed(pending)
+            logits = self._feed(self._beside(rows, lengths, pending))
             self.steps += 1
             for place, (row, draft, n) in enumerate(zip(rows, drafts, lengths, strict=True)):
                 chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
@@ -189,6 +188,19 @@ class ModelDrafter:
         """What the cache lacks of the row's text and draft."""
         valid, length = self._valid[place], row.sequence.length
         return [*row.sequence.tokens[valid:], *drafted[max(0, valid - length) :]]
+
+    def _reads(self, row: Row) -> bool:
+        """Whether it may ever draft for the row."""
+        return row.settings.draft in MODEL_DRAFTS and self.room(row) > 0
+
+    def _beside(self, rows: Items[Row], lengths: Items[int], pending: Items[Items[int]]) -> Items[Items[int]]:
+        """``pending``, and of rows that others draft for what the cache lacks: a step is a rectangle, so as much of it
+        as the others' takes no time, and who is asked again has less to make up for."""
+        width = max(map(len, pending))
+        return [
+            piece if n > 0 or not self._reads(row) else self._unfed(b, row, [])[:width]
+            for b, (row, n, piece) in enumerate(zip(rows, lengths, pending, strict=True))
+        ]
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]

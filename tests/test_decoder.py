@@ -330,6 +330,31 @@ def test_a_draft_model_is_fed_what_it_lacks_in_one_call():
     assert [width for _, width in twin.calls] == [3, *(1, 1, 1, 1), *(2, 1, 1, 1), *(2, 1, 1, 1)]
 
 
+def test_a_row_nobody_drafts_for_is_fed_beside_the_others(monkeypatch):
+    """Steps get no wider for it, and what its cache then holds is its text: a twin's drafts are all accepted."""
+    recorded, round_of, rests = [], itertools.count(), 9
+    monkeypatch.setattr(Pace, "lengths", lambda self, policies, limits, rows: lengths(limits, next(round_of)))
+    monkeypatch.setattr(Costs, "record_draft", lambda self, *given: recorded.append(given))
+
+    def lengths(limits, number):
+        if number == 2:
+            decoder._model.keep(1, 3)  # it lacks more than one step takes in
+        wanted = [2, 0 if number < rests else 3]
+        return [min(each) for each in zip(wanted[-len(limits) :], limits, strict=True)]
+
+    target, twin = toy_pair()[0], toy_pair()[0]
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+    settings = Settings(max_new_tokens=40, draft="model", ignore_eos=True)
+    decoder = Decoder(target, twin)
+    found, last = collect(decoder.decode([(prompt, settings) for prompt in prompts]), 2)
+    monkeypatch.undo()
+    assert found == [decode([(prompt, settings)], eos=())[0][0] for prompt in prompts]
+    assert all(event.stats.accepted == event.stats.drafted > 15 for event in last.values())
+    assert [lag for *_, lag in recorded[:rests]] == [1] + [2] * (rests - 1)
+    assert recorded[rests][-1] == 2, "asked again, it lacks no more than the other"
+    assert max(width for _, width in twin.calls[1:]) == 2
+
+
 def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     recorded, round_of = [], itertools.count()
     monkeypatch.setattr(

@@ -248,18 +248,22 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
         table.record_target(1, width, 1.0 + 0.1 * width)
         table.record_target(1, width, 2.0 + 0.2 * width, 300)
     assert table.plain(1, 1) == table.target(1)[1] == 1.1 and table.lacks_plain(1)
-    for seconds in (1.1, 1.1, 1.1, 1.1, 0.8, 0.8):  # the last two count
+    for seconds in (1.1, 1.1, 1.1, 1.1, 0.6, 1.0, 0.8):  # the last three count
+        assert table.plain(1, 1) == 1.1 and table.lacks_plain(1), "of two the less is by chance"
         table.record_target(1, 1, seconds, drafts=False, modelled=False)
     assert table.plain(1, 1) == 0.8 and not table.lacks_plain(1) and table.lacks_plain(4)
     assert table.plain(1, 1, 300) == pytest.approx(1.6), "as much less as here"
     table.record_target(1, 5, 1.5, drafts=True, modelled=False)
-    assert table.counts[Step("plain", 1, 0, 1)] == 2, "a guess was verified: no plain step"
+    assert table.counts[Step("plain", 1, 0, 1)] == 3, "a guess was verified: no plain step"
     table.disturb()
     table.record_target(1, 1, 9.0, drafts=False, modelled=False)
-    assert table.counts[Step("plain", 1, 0, 1)] == 2
+    assert table.counts[Step("plain", 1, 0, 1)] == 3
     for _ in range(256):
         table.record_target(1, 5, 1.5)
     assert table.lacks_plain(1), "long ago"
+    for _ in range(5):
+        table.record_target(1, 1, 0.7, drafts=False, modelled=False)
+    assert table.plain(1, 1) == 0.7 and not table.lacks_plain(1), "once it was known, one measurement renews it"
 
 
 def test_a_plain_step_is_measured_where_it_decides():
