@@ -23,9 +23,8 @@ _BELIEVED = 3  # what a table on disk counts for, in measurements: four newer on
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
-_PLAIN = (
-    3  # measurements of plain steps before they are known: of two the less counts, and here nothing is slow at first
-)
+# Measurements of plain steps before they are known: of two the less would count, and stay where drafting pays.
+_PLAIN = 3
 _NO_WIDTH = 0  # where plain steps are counted among the widths
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less

@@ -255,7 +255,8 @@ class Sampler:
 
 def exponentials(scores: NDArray[Any]) -> Probs:
     """e^scores, float64 [V], each to the precision of float32, which is that of logits: without AVX-512 numpy takes a
-    fourth of the time for them. What is made of them is added up and divided in float64."""
+    fourth of the time for them. What is made of them is added up and divided in float64. Scores in float32 are
+    overwritten."""
     narrow = scores
     if scores.dtype != np.float32:
         narrow = buffers.narrow(scores.size)

@@ -355,6 +355,23 @@ def test_a_row_nobody_drafts_for_is_fed_beside_the_others(monkeypatch):
     assert max(width for _, width in twin.calls[1:]) == 2
 
 
+def test_a_row_beyond_the_draft_s_context_is_not_fed(monkeypatch):
+    target, draft = toy_pair()[0], toy_pair(context=40)[1]
+    ends, forward = [], draft.forward
+
+    def watched(tokens, past_lens, *more):
+        ends.append(int(past_lens.max()) + tokens.shape[1])
+        return forward(tokens, past_lens, *more)
+
+    monkeypatch.setattr(draft, "forward", watched)
+    requests = [([1, 2, 3], Settings(max_new_tokens=34, draft_length=3)), (list(range(20)), Settings(draft_length=3))]
+    expected = [decode([request], eos=())[0][0] for request in requests]
+    texts, last = collect(Decoder(target, draft).decode(requests), 2)
+    assert texts == expected and len(requests[1][0]) + len(texts[1]) > 60
+    assert all(last[i].stats.drafted > 5 for i in range(2))
+    assert max(ends) <= 40 + 2, "padding of a step of two stands behind its last token"
+
+
 def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     recorded, round_of = [], itertools.count()
     monkeypatch.setattr(
