@@ -261,8 +261,8 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
     for _ in range(256):
         table.record_target(1, 5, 1.5)
     assert table.lacks_plain(1), "long ago"
-    for _ in range(5):
-        table.record_target(1, 1, 0.7, drafts=False, modelled=False)
+    for seconds in (1.1, 1.1, 1.1, 1.1, 0.7):
+        table.record_target(1, 1, seconds, drafts=False, modelled=False)
     assert table.plain(1, 1) == 0.7 and not table.lacks_plain(1), "once it was known, one measurement renews it"
 
 
