@@ -170,8 +170,8 @@ LOSSY_MUTANTS = [
         "p / max p has a temperature",
         sampling.Chain,
         "weights",
-        "np.exp(scores, out=scores)",
-        "np.exp(9 * scores, out=scores)",
+        "exponentials(self",
+        "exponentials(9 * self",
     ),
 ]
 
