@@ -38,7 +38,8 @@ def context_bucket(past: int) -> int:
 
 
 class Recent:
-    """The last few measurements. Their middle counts, because first calls at a new shape are slow."""
+    """The last few measurements. Their middle counts, because first calls at a new shape are slow. ``faded``: it was
+    known once, and is renewed."""
 
     __slots__ = ("_last", "_middle", "faded")
 

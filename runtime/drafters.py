@@ -198,7 +198,7 @@ class ModelDrafter:
         as the others' takes no time, and who is asked again has less to make up for."""
         width = max(map(len, pending))
         return [
-            piece if n > 0 or not self._reads(row) else self._unfed(b, row, [])[:width]
+            piece if n > 0 or not self._reads(row) else row.sequence.tokens[self._valid[b] : self._valid[b] + width]
             for b, (row, n, piece) in enumerate(zip(rows, lengths, pending, strict=True))
         ]
 

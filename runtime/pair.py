@@ -331,13 +331,12 @@ def load(
     found = Bundle.read(bundle)
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
-    providers = {provider, draft_provider or provider}
-    drafts = "draft" in found.manifest.models
-    ahead = check_ahead(draft_ahead, providers, draft=drafts, vocabulary=vocabulary)
-    if not drafts and (draft_threads is not None or draft_provider not in (None, provider)):
-        raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
     device = this_device(**where, threads=threads, draft_threads=draft_threads)
+    drafts = "draft" in found.manifest.models
+    ahead = check_ahead(draft_ahead, {provider, device.draft_provider}, draft=drafts, vocabulary=vocabulary)
+    if not drafts and (draft_threads is not None or device.draft_provider != provider):
+        raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
     known, note = read_tuned(found, device)
     target = open_engine(found.model("target"), provider=provider, threads=device.threads, variant=variant, exact=exact)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair
@@ -43,13 +43,6 @@ def command(
     limit: int | None,
     batch_size: int,
     as_json: bool,
-    provider: str,
-    draft_provider: str | None,
-    threads: int | None,
-    draft_threads: int | None,
-    variant: str,
-    exact: bool,
-    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Measure the pair in BUNDLE against the fastest plain decode of its target, alternating in one process.
@@ -63,14 +56,13 @@ def command(
         raise UsageError("--batch-size and --limit must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
-    where |= {"threads": threads, "draft_threads": draft_threads}
-    with load(bundle, **where, variant=variant, exact=exact) as pair:
+    where = taken(settings, ENGINE, AHEAD)
+    with load(bundle, **where) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
-        with bare_target(pair, provider, threads, variant) as plain:
+        with bare_target(pair, where["provider"], where["threads"], where["variant"]) as plain:
             report = Bench(pair, wanted, batch_size, plain).run(ids, progress)
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else table(report))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts
+from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Request, Result, Stream
@@ -53,13 +53,6 @@ def command(
     batch_size: int,
     n: int | None,
     as_json: bool,
-    provider: str,
-    draft_provider: str | None,
-    threads: int | None,
-    draft_threads: int | None,
-    variant: str,
-    exact: bool,
-    draft_ahead: bool | str,
     **settings: Any,
 ) -> None:
     """Continue prompts with the pair in BUNDLE.
@@ -73,9 +66,8 @@ def command(
         requests += [Request(**row) for row in read_prompts(batch_file)]
     if not requests:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "draft_ahead": draft_ahead}
-    where |= {"threads": threads, "draft_threads": draft_threads}
-    with load(bundle, **where, variant=variant, exact=exact, batch_size=batch_size) as pair:
+    where = taken(settings, ENGINE, AHEAD)
+    with load(bundle, **where, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         if as_json or len(requests) > 1 or n is not None:

@@ -55,12 +55,7 @@ def command(
     context: int,
     save: bool,
     as_json: bool,
-    provider: str,
-    draft_provider: str | None,
-    threads: int | None,
-    draft_threads: int | None,
-    variant: str,
-    exact: bool,
+    **where: Any,
 ) -> None:
     """Measure what the steps of BUNDLE cost on this device and how much of the draft your prompts accept.
 
@@ -76,17 +71,15 @@ def command(
         raise UsageError("--limit and --context must be at least 1")
     path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
     rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
-    where |= {"threads": threads, "draft_threads": draft_threads}
     device = tuned.this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
         candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
         ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        plain = opened.enter_context(bare_target(pair, provider, threads, variant))
+        plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
         options = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
-        if save and {provider, draft_provider or "cpu"} == {"cpu"}:
+        if save and {device.provider, device.draft_provider} == {"cpu"}:
             report["saved"] = str(tuned.write(pair.bundle, device, costs))
     report["source"] = path or "built-in prompts"
     click.echo(json.dumps(report) if as_json else "\n".join(lines(report)))

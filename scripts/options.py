@@ -148,6 +148,12 @@ def options(table: tuple[tuple[str, dict[str, Any]], ...]) -> Callable[[Command]
     return add
 
 
+def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, Any]:
+    """What was said for the options of ``tables``, by name, taken out of ``values``."""
+    flags = [flag.partition("/")[0] for table in tables for flag, _ in table]
+    return {name: values.pop(name) for name in (flag.lstrip("-").replace("-", "_") for flag in flags)}
+
+
 def given(values: dict[str, Any]) -> dict[str, Any]:
     """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}
