@@ -10,8 +10,8 @@ are installed by pip into environments of their own, convert the checkpoints wit
 after prompt in turns: one process a mode, all others stopped meanwhile. Rates are after the prompt; ``+prompt`` counts
 it. Greedy outputs are compared with Leadout's. What cannot be installed or run is one line, with the reason.
 
-"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py). transformers is not measured in int8: its
-8-bit weights on a CPU need a further package. llama.cpp's Python package speculates by prompt lookup only.
+"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py). transformers is measured in fp32 alone:
+its weights of few bits need a further package on a CPU. llama.cpp's Python package speculates by prompt lookup only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GROWN = {"layers": 20, "intermediate": 4064}
 PREPARE_SECONDS, SETTLES = 900, 0.05
 CHOICES = {
     "pairs": ("demo", "grown"),
-    "precisions": ("fp32", "int8"),
+    "precisions": ("fp32", "int8", "int4"),
     "peers": tuple(peer.name for peer in PEERS if peer.name != REFERENCE[0]),
 }
 
@@ -93,8 +93,8 @@ class Comparison:
 
     def prepare(self, peer: Peer, pair: str, precision: str) -> dict[str, Any]:
         """Install it and convert the pair, unless that was done. The job without a mode. Raises PeerError."""
-        if precision == "int8" and peer.refused:
-            raise PeerError(f"no int8: {peer.refused}")
+        if precision != "fp32" and not peer.stored(precision):
+            raise PeerError(f"no {precision}: {peer.refused}")
         job: dict[str, Any] = {**self.checkpoints(pair), "precision": precision, "threads": self.threads}
         job |= {"draft_precision": peer.draft_precision, "python": str(python_of(peer, self.folder))}
         name = "-".join([peer.name, precision, digest(Path(job["target"])), digest(Path(job["draft"])), recipe(peer)])
@@ -207,8 +207,7 @@ def remarks(peers: Sequence[Peer], sides: Iterable[Side], precision: str, temper
     """What a reader must know of each program in this configuration."""
     found, loaded = {}, {name for name, _ in sides}
     for peer in (peer for peer in peers if peer.name in loaded):
-        said = [peer.eight_bit] if precision == "int8" else []
-        said += [peer.sampled] if temperature > 0 else []
+        said = [peer.stored(precision), peer.sampled if temperature > 0 else ""]
         if any(said):
             found[peer.name] = "; ".join(filter(None, said))
     return found

@@ -1,7 +1,7 @@
 """onnxruntime-genai: plain, a draft model with fixed and adaptive length, n-gram lookup.
 
-Its own builder writes the models (int8: its block-wise 8-bit weights with 8-bit activations, its default). Speculation
-is what its configuration calls ``speculative``, over the same two folders.
+Its own builder writes the models (int8, int4: block-wise weights with 8-bit activations, its default). Speculation is
+what its configuration calls ``speculative``, over the same two folders.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python: plain, and prompt lookup, the only speculation its package offers.
 
-The GGUF files are written here, with llama.cpp's own names and its order of rotary dimensions; int8 is Q8_0. Matrices
-are quantised, embeddings and norms are not touched in fp32.
+The GGUF files are written here, with llama.cpp's own names and its order of rotary dimensions; int8 is Q8_0, int4 Q4_0.
+Matrices are quantised, norms are not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prepare(job: Job) -> None:
     writer = gguf.GGUFWriter(Path(job["models"]) / "target.gguf", "llama")
     describe(writer, config)
     vocabulary(writer, json.loads((source / "tokenizer.json").read_text(encoding="utf-8")), config)
-    kind = {"fp32": gguf.GGMLQuantizationType.F32, "int8": gguf.GGMLQuantizationType.Q8_0}[job["precision"]]
+    kind = gguf.GGMLQuantizationType[{"fp32": "F32", "int8": "Q8_0", "int4": "Q4_0"}[job["precision"]]]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in load_file(source / "model.safetensors").items():
         weight = tensor.float().numpy()

@@ -1,7 +1,7 @@
 """OpenVINO GenAI: plain, a draft model with fixed and dynamic length, prompt lookup.
 
 `optimum-cli export openvino` writes the models. fp32 is made to compute in fp32, cache included (its default on some
-processors is bf16); int8 is its 8-bit weights and otherwise its own defaults.
+processors is bf16); int8 is its 8-bit weights, int4 its 4-bit ones in groups of 32, and otherwise its own defaults.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def prepare(job: Job) -> None:
     for role, precision in (("target", job["precision"]), ("draft", job["draft_precision"])):
         command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "-m", job[role]]
         command += ["--task", "text-generation-with-past", "--weight-format", precision]
+        command += ["--group-size", "32"] if precision == "int4" else []  # its 128 do not divide every width
         call([*command, str(Path(job["models"]) / role)])
 
 
