@@ -166,7 +166,7 @@ def test_a_child_that_dies_says_why(bench: ModuleType, fakes: Path) -> None:
 def test_a_comparison_keeps_what_works_and_names_what_fails(bench: ModuleType, fakes: Path, tmp_path: Path) -> None:
     peers = [
         peer(bench, "leadout", "auto"),
-        peer(bench, "invented", "same", "other", "unloadable", "mortal", eight_bit="Q8", sampled="biased"),
+        peer(bench, "invented", "same", "other", "unloadable", "mortal", int8="Q8", sampled="biased"),
         peer(bench, "unprepared", "plain"),
         peer(bench, "refusing", "plain", refused="too new"),
     ]
