@@ -93,7 +93,7 @@ class Comparison:
 
     def prepare(self, peer: Peer, pair: str, precision: str) -> dict[str, Any]:
         """Install it and convert the pair, unless that was done. The job without a mode. Raises PeerError."""
-        if precision != "fp32" and not peer.stored(precision):
+        if precision != "fp32" and peer.refused:
             raise PeerError(f"no {precision}: {peer.refused}")
         job: dict[str, Any] = {**self.checkpoints(pair), "precision": precision, "threads": self.threads}
         job |= {"draft_precision": peer.draft_precision, "python": str(python_of(peer, self.folder))}

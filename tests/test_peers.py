@@ -209,7 +209,7 @@ def test_prompts_take_turns_by_kind_and_can_be_limited(bench: ModuleType, root: 
     ("options", "message"),
     [
         (["--pairs", "demo,huge"], "'huge' (possible, between commas: demo, grown)"),
-        (["--precisions", "int3"], "possible, between commas: fp32, int8"),
+        (["--precisions", "int3"], "possible, between commas: fp32, int8, int4"),
         (["--peers", "genai,vllm"], "possible, between commas: genai, openvino, transformers, llama"),
         (["--temperatures", "0,-1"], "possible, between commas: numbers from 0"),
         (["--limit-per-kind", "0"], "x>=1"),

@@ -12,7 +12,7 @@ import dataclasses
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
     """``pip`` are the arguments of successive `pip install`s; without any, it runs where the benchmark runs.
-    ``int8`` and ``int4`` say what these mean for its target; empty: it is not measured in it, and ``refused`` says why.
+    ``int8`` and ``int4`` say what these mean for its target; ``refused``, why it is measured in fp32 alone.
     ``draft_precision`` is what its draft is stored in beside any target. ``sampled`` is a remark on its speculation at
     temperature 1."""
 
