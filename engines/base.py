@@ -148,6 +148,16 @@ class EvenEngine(Engine, Protocol):
     """Whether they round alike (``spec.narrowest``). True after ``reset``; may be set between any two steps."""
 
 
+@runtime_checkable
+class KeepingEngine(Engine, Protocol):
+    """An engine whose rows outlast a text: what was fed is there until the next ``reset``, and reads a prompt in pieces
+    as it would at once, to the last bit, so that a text that begins like the one before may go on from there."""
+
+    resets: int | None
+    """How often it was reset: who steps it begins with that, so while this stays the same nobody else did. None where
+    nothing is to be kept."""
+
+
 RowStep = Callable[[Sequence[int], int, bool], Logits]
 
 

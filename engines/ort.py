@@ -71,7 +71,7 @@ class SlotEngine:
         self._least_width = np.array([_EVEN_WIDTH])
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
-        self._closed = False
+        self._closed, self._resets = False, 0
         self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
         if exact and provider == "cpu":
@@ -116,6 +116,11 @@ class SlotEngine:
     @even.setter
     def even(self, wanted: bool) -> None:
         self._least_width[0] = _EVEN_WIDTH if wanted else 1
+
+    @property
+    def resets(self) -> int | None:
+        """See KeepingEngine: on a CPU, where one row's steps cost by its length and not by its capacity."""
+        return self._resets if self._provider == "cpu" and self._variant in ONE_ROW else None
 
     @property
     def variant(self) -> str:
@@ -256,7 +261,7 @@ class SlotEngine:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
-        self.even = True
+        self.even, self._resets = True, self._resets + 1
         variant = self._choose(batch)
         fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:

@@ -29,6 +29,7 @@ class ToyEngine:
         self.law = law
         self.spec = ModelSpec(vocab_size=vocab_size, max_context=max_context, trees=True)
         self.calls: list[tuple[int, int]] = []
+        self.resets = 0
         self._cache = np.full((1, 0), _NEVER_WRITTEN, np.int64)
         self._buffer = np.empty(0, np.float32)
 
@@ -77,6 +78,7 @@ class ToyEngine:
             self._cache = np.pad(self._cache, ((0, 0), (0, grown)), constant_values=_NEVER_WRITTEN)
 
     def reset(self, batch: int) -> None:
+        self.resets += 1
         self._cache = np.full((batch, self.capacity), _NEVER_WRITTEN, np.int64)
 
     def copy_row(self, source: int, destination: int) -> None:

@@ -33,6 +33,11 @@ class Wrapped:
             self.engine.even = wanted
 
     @property
+    def resets(self) -> int | None:
+        """``KeepingEngine.resets``, if the engine has them."""
+        return getattr(self.engine, "resets", None)
+
+    @property
     def batch(self) -> int:
         return self.engine.batch
 

@@ -22,6 +22,7 @@ from . import sampling
 from .confidence import Watch
 from .costs import Costs, context_bucket
 from .drafters import Draft, ModelDrafter
+from .held import agreement
 from .noise import Purpose
 from .sampling import Probs, Sampler
 from .sequence import Row
@@ -89,9 +90,12 @@ class AheadDrafter:
         """``tried`` and ``kept``."""
         return {"tried": self.tried, "kept": self.kept}
 
-    def reset(self, rows: int) -> None:
+    def reset(self, rows: Items[Row]) -> None:
         self._run = None
         self._model.reset(rows)
+
+    def forget(self) -> None:
+        self._model.forget()
 
     def prefill(self, rows: Items[Row]) -> None:
         self._model.prefill(rows)
@@ -101,6 +105,10 @@ class AheadDrafter:
 
     def behind(self, rows: Items[Row]) -> int:
         return self._model.behind(rows)
+
+    @property
+    def held(self) -> int:
+        return self._model.held
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         began = perf_counter()
@@ -214,12 +222,6 @@ def suppose(row: Row, tokens: Items[int]) -> Row:
     chain.extend(tokens)
     sequence = dataclasses.replace(row.sequence, tokens=[*row.sequence.tokens, *tokens])
     return dataclasses.replace(row, sequence=sequence, sampler=Sampler(row.sampler.rule, chain, row.sampler.noise))
-
-
-def agreement(one: Items[int], other: Items[int]) -> int:
-    """How many tokens two texts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class Worth:

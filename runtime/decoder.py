@@ -118,8 +118,12 @@ class Decoder:
         return self._trees is not None and all(engine.spec.trees for engine in self._engines.values())
 
     def forget(self) -> None:
-        """Drop what the free drafters remember of earlier requests: texts, successors and counts."""
+        """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
+        models' caches the last one's text."""
         self._commons = Commons()
+        self._target.forget()
+        for drafter in filter(None, (self._model, self._trees)):
+            drafter.forget()
 
     def _run(self, rows: list[Row]) -> Iterator[Event]:
         clock = self._start(rows)
@@ -177,9 +181,8 @@ class Decoder:
         self._pace.start()
         clock = Clock(self._epoch)
         if rows:
-            self._target.reset(len(rows), even=any(row.sampler.deterministic for row in rows))
+            self._read(rows)
             self._pace.narrowest = self._target.narrowest
-            prefill(self._target, [row.sequence.tokens[:-1] for row in rows])
             for row in rows:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
@@ -188,13 +191,22 @@ class Decoder:
                 self._drafting = self._trees
             self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
-                self._drafting.reset(len(rows))
+                self._drafting.reset(rows)
                 policies, prompts = [row.policy for row in rows], {tuple(row.sequence.tokens[:-1]) for row in rows}
-                tokens = sum(map(len, prompts))  # equal prompts are read once
+                tokens = sum(map(len, prompts)) - self._drafting.held  # equal prompts are read once
                 if not self._pace.abstains(policies, tokens):
                     self._pace.told(policies, tokens, self._tell(rows))
             clock.lap("prefill")
         return clock
+
+    def _read(self, rows: list[Row]) -> None:
+        """The target takes the prompts in, but for what it holds already of the only one."""
+        prompts, even = [row.sequence.tokens[:-1] for row in rows], any(row.sampler.deterministic for row in rows)
+        if len(rows) == 1:
+            rows[0].stats.held = self._target.resume(prompts[0], even=even)
+        else:
+            self._target.reset(len(rows), even=even)
+        prefill(self._target, prompts, rows[0].stats.held)
 
     def _tell(self, rows: list[Row]) -> float:
         """The draft model takes the prompts in; the seconds that takes."""

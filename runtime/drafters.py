@@ -61,8 +61,17 @@ class Drafter(Protocol):
     lag: int
     steps: int
 
-    def reset(self, rows: int) -> None:
-        """Forget everything; expect ``rows`` rows."""
+    @property
+    def held(self) -> int:
+        """How many tokens of the only row's prompt its cache held at the ``reset``."""
+        ...
+
+    def reset(self, rows: Items[Row]) -> None:
+        """Expect these rows, and forget all others."""
+        ...
+
+    def forget(self) -> None:
+        """Let no later row go on from what the cache holds."""
         ...
 
     def prefill(self, rows: Items[Row]) -> None:
@@ -102,7 +111,7 @@ class ModelDrafter:
 
     watches = True  # whether it asks a Watch when to stop
     resumes = True  # whether a draft of it can be gone on with
-    lag = steps = 0
+    lag = steps = held = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -110,13 +119,20 @@ class ModelDrafter:
         self._valid: list[int] = []
         self._base: list[int] = []
 
-    def reset(self, rows: int) -> None:
-        self._stepper.engine.reset(rows)
-        self._valid, self._base = [0] * rows, [0] * rows
+    def reset(self, rows: Items[Row]) -> None:
+        self.held = 0
+        if len(rows) == 1 and self._reads(rows[0]):
+            self.held = self._stepper.resume(self._vocabulary.tokens(rows[0].sequence.tokens[:-1]))
+        else:
+            self._stepper.reset(len(rows))
+        self._valid, self._base = [self.held] * len(rows), [0] * len(rows)
+
+    def forget(self) -> None:
+        self._stepper.forget()
 
     def prefill(self, rows: Items[Row]) -> None:
         prompts = [row.sequence.tokens[:-1] if self._reads(row) else [] for row in rows]
-        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts])
+        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], self.held)
         self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's

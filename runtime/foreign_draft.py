@@ -16,6 +16,7 @@ from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
 from .confidence import Watch
 from .drafters import Draft, ModelDrafter
+from .held import agreement
 from .retokenise import Tokenizers, Transcript
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -40,9 +41,9 @@ class ForeignDrafter(ModelDrafter):
         self._transcripts: dict[int, Transcript] = {}
         self._cached: list[list[int]] = []
 
-    def reset(self, rows: int) -> None:
-        super().reset(rows)
-        self._transcripts, self._cached = {}, [[] for _ in range(rows)]
+    def reset(self, rows: Items[Row]) -> None:
+        self._stepper.reset(len(rows))
+        self._transcripts, self._cached = {}, [[] for _ in rows]
 
     def prefill(self, rows: Items[Row]) -> None:
         for row in rows:
@@ -99,7 +100,7 @@ class ForeignDrafter(ModelDrafter):
     def _lacking(self, place: int, row: Row) -> list[int]:
         """The draft's ids of the text that its cache does not hold, one at least; the cache is rolled back to them."""
         own, cached = self._transcripts[row.index].own, self._cached[place]
-        valid = min(common(cached, own), len(own) - 1)
+        valid = min(agreement(cached, own), len(own) - 1)
         del cached[valid:]
         return own[valid:]
 
@@ -151,11 +152,3 @@ class TextWriter:
         if len(self._own) >= min(self._length, self._most):
             self.draft.tokens = self._transcript.drafted(self._own)[: self._length]
         return [own] if len(self.draft.tokens) < self._length and len(self._own) < self._most else []
-
-
-def common(a: Items[int], b: Items[int]) -> int:
-    """The length of their common beginning."""
-    most = min(len(a), len(b))
-    if a[:most] == b[:most]:
-        return most
-    return next(i for i in range(most) if a[i] != b[i])

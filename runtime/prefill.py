@@ -1,4 +1,5 @@
-"""Decides which prompts go through a model: of equal ones the first, and the other rows are copies of it."""
+"""Decides which tokens of prompts go through a model: none that its cache holds already, and of equal prompts the
+first's, for the other rows are copies of it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,18 @@ from collections.abc import Sequence
 from .steps import Stepper
 
 
-def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]]) -> None:
-    """Bring prompts[b] (may be empty) into row b of an engine that was reset for all rows. No logits are wanted.
+def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -> None:
+    """Bring prompts[b] (may be empty) into row b of an engine that was reset for all rows, or whose only row holds the
+    first ``held`` tokens. No logits are wanted.
 
     Rows of equal prompts hold the bits each would hold alone wherever a step's bits do not depend on its rows.
     """
     first: dict[tuple[int, ...], int] = {}
     sources = [first.setdefault(tuple(prompt), len(first)) for prompt in prompts]
+    if held:
+        if len(prompts[0]) > held:
+            stepper.last_logits([prompts[0][held:]], [held])
+        return
     if not any(first):
         return
     stepper.last_logits(list(first), [0] * len(first))

@@ -18,6 +18,7 @@ class Stats:
     A drafted token is *tested* when the rule looked at it: tokens after the first rejection are not. ``tokens`` are
     the committed new ones. ``seconds`` are this request's share (a round's time divided by the rows it served), so
     that the sum over a batch is its wall time. Time the caller spends between events is not counted.
+    ``held`` counts the tokens of the prompt that the target's cache held from the text before and did not read again.
     ``by_drafter`` has the first four counters for each name that proposed (model, suffix, ...); rounds without a
     draft are those of ``none``. ``shift`` is the sum, over the committed tokens, of the total variation between the law
     a token was drawn from and the target's: 0 under exact rules.
@@ -29,6 +30,7 @@ class Stats:
     accepted: int = 0
     tokens: int = 0
     shift: float = 0.0
+    held: int = 0
     by_drafter: dict[str, dict[str, int]] = field(default_factory=dict)
     tested_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)

@@ -6,8 +6,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engines.base import Engine, EvenEngine, LogitRow, Logits, RowStep, Sight, Tokens, TreeEngine, row_step
+from ..engines.base import (
+    Engine,
+    EvenEngine,
+    KeepingEngine,
+    LogitRow,
+    Logits,
+    RowStep,
+    Sight,
+    Tokens,
+    TreeEngine,
+    row_step,
+)
 from ..errors import EngineError, LeadoutError
+from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
 _SHORT = 2
@@ -25,13 +37,29 @@ class Stepper:
         self.engine, self.name, self.narrowest = engine, name, narrowest
         self._even_width = narrowest
         self._row_step = row_step(engine)
+        self._even, self._held, self._resets = True, Held(), 0
 
-    def reset(self, rows: int, *, even: bool) -> None:
+    def reset(self, rows: int, *, even: bool = True) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
         self.engine.reset(rows)
-        self.narrowest = self._even_width if even else 1
-        if isinstance(self.engine, EvenEngine):
-            self.engine.even = even
+        self._held = Held()
+        self._round(even)
+
+    def resume(self, text: Sequence[int], *, even: bool = True) -> int:
+        """Start over with one row, whose ``text`` this is: how many of its tokens, from the first on, the cache still
+        holds (0 where the engine keeps nothing, or somebody else has reset it)."""
+        resets = self._kept()
+        held = self._held.common(text, even=even) if resets is not None and resets == self._resets else 0
+        if held:
+            self._round(even)
+        else:
+            self.reset(1, even=even)
+            self._resets = self._kept() or 0
+        return held
+
+    def forget(self) -> None:
+        """Let no later text go on from what the cache holds."""
+        self._held = Held()
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
@@ -79,7 +107,9 @@ class Stepper:
         """Append pieces[b] (at most S tokens) to row b as a tree, ``sees`` [B, S, T] as in TreeEngine.forward_tree;
         logits [B, S, V]."""
         width = sees.shape[1]
-        return self._checked(pieces, past, width, lambda tokens, lens: self._trees().forward_tree(tokens, lens, sees))
+        logits = self._checked(pieces, past, width, lambda tokens, lens: self._trees().forward_tree(tokens, lens, sees))
+        self._held.cut(past[0])  # no text: branches beside each other
+        return logits
 
     def compact(self, row: int, past: int, kept: Sequence[int]) -> None:
         """Keep one branch of a tree step: slot past + kept[i] becomes past + i. Nothing to do for the first in all."""
@@ -114,7 +144,8 @@ class Stepper:
         step: Callable[[Tokens, Tokens], Logits],
         columns: int | None = None,
     ) -> Logits:
-        engine, rows = self.engine, len(pieces)
+        engine, rows, fed = self.engine, len(pieces), pieces[0]
+        self._held.cut(past[0])
         if rows > 1 or len(pieces[0]) < width:
             pieces = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         tokens = np.array(pieces, np.int64)
@@ -129,15 +160,27 @@ class Stepper:
         expected = (rows, columns or width, engine.spec.vocab_size)
         if logits.shape != expected:
             raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
+        self._held.add(fed, past[0], even=self._even)
         return logits
 
     def _row_logits(self, step: RowStep, piece: Sequence[int], past: int, last: bool) -> Logits:
+        self._held.cut(past)
         try:
-            return step(piece, past, last)
+            logits = step(piece, past, last)
         except LeadoutError:
             raise
         except Exception as error:
             raise self._failure(1, len(piece), error) from error
+        self._held.add(piece, past, even=self._even)
+        return logits
+
+    def _round(self, even: bool) -> None:
+        self._even, self.narrowest = even, self._even_width if even else 1
+        if isinstance(self.engine, EvenEngine):
+            self.engine.even = even
+
+    def _kept(self) -> int | None:
+        return self.engine.resets if isinstance(self.engine, KeepingEngine) else None
 
     def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
         return EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}")

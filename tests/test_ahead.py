@@ -13,10 +13,11 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import decoder
-from leadout.runtime.ahead import AheadDrafter, Worth, agreement
+from leadout.runtime.ahead import AheadDrafter, Worth
 from leadout.runtime.cascade import Cascade, Plan
 from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.held import agreement
 from leadout.runtime.policy import Pace
 from leadout.runtime.settings import Settings
 

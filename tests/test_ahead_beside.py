@@ -74,14 +74,14 @@ def test_a_resumed_draft_asks_before_it_grows() -> None:
     row = decoder._admit(0, PROMPT, Settings(draft="model"), Sample(), (), None)
     drafter = decoder._model
     assert isinstance(drafter, ModelDrafter)
-    drafter.reset(1)
+    drafter.reset([row])
     (draft,) = drafter.propose([row], [2])
     assert (len(draft.tokens), drafter.steps) == (2, 2)
     for price, length in ((1e9, 2), (0.0, 5)):
         watch = Watch([[0.5] * 10], [0.8], [8], [1.0 + n for n in range(17)], price)
         drafter.resume(row, 5, draft, watch)
         assert (len(draft.tokens), drafter.steps) == (length, length - 2) and not draft.classes
-    drafter.reset(1)
+    drafter.reset([row])
     assert draft.tokens == drafter.propose([row], [5])[0].tokens, "in one piece"
 
 

@@ -275,7 +275,7 @@ def test_drafts_are_silent_where_they_must() -> None:
 CHECKS = [answers_stay, sampled_drafts_have_a_law, caches_hold_the_text, drafts_are_silent_where_they_must]
 MUTANTS = [
     Mutant("the cache is not rolled back", foreign_draft.ForeignDrafter, "_lacking", "del cached[valid:]", "pass"),
-    Mutant("old ids are taken for the text's", foreign_draft.ForeignDrafter, "_lacking", "common(cached, own)",
+    Mutant("old ids are taken for the text's", foreign_draft.ForeignDrafter, "_lacking", "agreement(cached, own)",
            "len(cached)"),
     Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
            "self._stepper.engine.copy_row(source, destination)", "pass"),

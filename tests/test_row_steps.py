@@ -139,7 +139,7 @@ def drafter_of(settings: Settings, prompts: list[list[int]]) -> Any:
     drafter = decoder._model
     assert isinstance(drafter, drafters.ModelDrafter)
     rows = [decoder._admit(i, prompt, settings, Sample(seed=i), (), None) for i, prompt in enumerate(prompts)]
-    drafter.reset(len(rows))
+    drafter.reset(rows)
     drafter.prefill(rows)
     return drafter, rows
 
