@@ -283,8 +283,8 @@ class Pair:
         )
 
     def forget(self) -> None:
-        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests (their speed alone depends on
-        it). What is running goes on with what it has."""
+        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests, and what the models' caches hold
+        of the last (speed alone depends on it). What is running goes on with what it has."""
         self.decoder.forget()
 
     def close(self) -> None:

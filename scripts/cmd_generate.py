@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..runtime.pair import Pair, Request, Result, Stream
 
 STATS = (
+    "held",
     "rounds",
     "drafted",
     "accepted",

@@ -25,6 +25,7 @@ from leadout.scripts.options import given
 
 KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "stats", "sample"}
 STATS = {
+    "held",
     "rounds",
     "drafted",
     "accepted",
