@@ -17,6 +17,7 @@ from .verify import Outcomes
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
+_A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 # What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
 # and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
 # draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
@@ -69,8 +70,11 @@ class Pace:
         return loses and not self.rest.affords(self._reading * tokens)
 
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
-        """The draft model read these requests' prompts of so many ``tokens``, which took so long."""
-        self._reading, self._unused = seconds / max(1, tokens), (bills_of(policies), seconds)
+        """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
+        little of what one of many does.)"""
+        self._unused = bills_of(policies), seconds
+        if tokens >= _A_PROMPT or (tokens and not self._reading):
+            self._reading = seconds / tokens
 
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the

@@ -82,6 +82,14 @@ def what_was_missed_has_a_price_before_it_was_measured():
     assert tries(0.001) and not tries(1.0)
 
 
+def test_a_few_tokens_do_not_say_what_a_prompt_s_take():
+    pace, prices = Pace(FixedCosts()), []
+    for tokens, seconds in ((0, 1.0), (3, 6.0), (20, 10.0), (3, 6.0), (0, 1.0)):
+        pace.told([], tokens, seconds)
+        prices.append(pace._reading)
+    assert prices == [0.0, 2.0, 0.5, 0.5, 0.5]
+
+
 def equal_prompts_are_read_once():
     one = Decoder(*toy_pair(9))
     one._tell = lambda rows: 12.0
