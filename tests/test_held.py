@@ -254,3 +254,10 @@ def test_a_bundle_s_conversation(tiny_bundle: Path, sampling: dict[str, Any]) ->
             prompt += [*result.token_ids, 3, 1, 4]
         assert len(talking.generate([prompt, prompt], max_new_tokens=2)) == 2
         assert talking.generate(prompt, max_new_tokens=2).stats.held == 0
+
+
+def test_a_capacity_that_costs_is_not_kept(tiny_bundle: Path) -> None:
+    """Where attention takes as long as there are slots, a new text begins with few."""
+    with leadout.load(tiny_bundle, variant="grouped") as pair:
+        prompt = list(range(3, 40))
+        assert [pair.generate(prompt, max_new_tokens=4, draft="none").stats.held for _ in range(2)] == [0, 0]
