@@ -137,8 +137,8 @@ class Bench:
         groups = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for side in sides.values():
             side(groups[0], Totals())
-        self.speculative.forget()  # no drafter may know an answer from the run that warmed up
-        self.single.forget()
+        for decoder in (self.plain, self.speculative, self.single):
+            decoder.forget()  # no drafter may know an answer from the run that warmed up, and no cache a prompt
         self._warm = {
             "plain": Counter(self.plain.costs.counts),
             "speculative": Counter(self.speculative.costs.counts),
@@ -208,6 +208,7 @@ class Bench:
             return {"identical_outputs": None, "plain_divergences": None}
         reference: list[list[int]] = []
         for group in groups:
+            self.speculative.forget()
             reference += decode(self.speculative, group, self.plain_settings, self.pair)[0]
         divergences = []
         if self.settings.acceptance_rule == "greedy":

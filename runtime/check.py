@@ -1,8 +1,8 @@
 """What ``leadout check`` proves on this machine, without PyTorch: parity, exactness, identity.
 
 Numbers first (golden logits from transformers; one bit pattern for all step widths), then tokens (with and without
-each drafter, sampled with one seed, in a batch and alone). Where two graph variants part, rounding must explain it.
-Graphs that exact answers do not take on this processor may round by width, as far as they may be from transformers'.
+each drafter, sampled with one seed, in a batch and alone, turn after turn). Where two graph variants part, rounding
+must explain it. Graphs that exact answers do not take on this processor may round by width, as far as they may be from transformers'.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
 
 
 def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None) -> Iterator[Check]:
-    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone; several
-    answers to one prompt."""
+    """Identity of answers: each drafter against none, greedy and coupled; a batch against each prompt alone; the next
+    turn of a conversation; several answers to one prompt."""
     prompts, bits = ragged(bundle), devices["target"] == "cpu"
     missing = {"none", "siblings"} if "draft" in bundle.manifest.models else {"none", "siblings", "model"}
     drafters = [name for name in DRAFTS if name not in missing]
@@ -167,6 +167,7 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
             yield check_trees(pair, prompts)
         yield check_batch(pair, prompts, "auto")
         if bits:
+            yield check_turns(pair, prompts)
             yield check_siblings(pair, prompts)
     for variant in graphs(bundle.model("target"), devices["target"]) if bits else []:
         if variant in ONE_ROW:  # there is no batch to compare with
@@ -195,6 +196,16 @@ def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: boo
     alone = answers(pair, prompts, **wanted)
     name = f"greedy: batch against alone, {variant}"
     return same(name, alone, batch) if bits else alike(name, pair, prompts, alone, batch, wanted)
+
+
+def check_turns(pair: Pair, prompts: list[list[int]]) -> Check:
+    """The second turn of a conversation, from what the cache holds of the first, against the same read whole."""
+    wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS // 3, "ignore_eos": True}
+    turns, found = [], []
+    for prompt in prompts:
+        turns.append([*prompt, *pair.generate(prompt, **wanted).token_ids, *prompt[:2]])
+        found.append(pair.generate(turns[-1], **wanted).token_ids)
+    return same("greedy: the next turn against read whole", answers(pair, turns, **wanted), found)
 
 
 def check_siblings(pair: Pair, prompts: list[list[int]]) -> Check:
@@ -235,8 +246,12 @@ def ragged(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(pair: Pair, prompts: list[list[int]], **settings: Any) -> list[list[int]]:
-    """The new tokens of each prompt, asked one at a time."""
-    return [pair.generate(prompt, **settings).token_ids for prompt in prompts]
+    """The new tokens of each prompt, asked one at a time; none goes on from what a cache holds."""
+    found = []
+    for prompt in prompts:
+        pair.target.reset(1)
+        found.append(pair.generate(prompt, **settings).token_ids)
+    return found
 
 
 def same(name: str, expected: list[list[int]], found: list[list[int]]) -> Check:

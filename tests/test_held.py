@@ -18,6 +18,8 @@ from leadout.engines.base import KeepingEngine
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError
 from leadout.runtime import decoder, drafters, held, steps
+from leadout.runtime.bench import Bench, Totals
+from leadout.runtime.check import check_turns
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.held import Held, agreement
 from leadout.runtime.settings import Settings
@@ -261,3 +263,27 @@ def test_a_capacity_that_costs_is_not_kept(tiny_bundle: Path) -> None:
     with leadout.load(tiny_bundle, variant="grouped") as pair:
         prompt = list(range(3, 40))
         assert [pair.generate(prompt, max_new_tokens=4, draft="none").stats.held for _ in range(2)] == [0, 0]
+
+
+def test_check_looks_at_the_next_turn(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so where a cache does not hold what it is taken for."""
+    with leadout.load(tiny_bundle) as pair:
+        prompts = [list(range(3, 40)), list(range(50, 71))]
+        assert check_turns(pair, prompts).ok
+        monkeypatch.setattr(Held, "common", lambda self, text, *, even: max(0, len(text) - 3))
+        assert not check_turns(pair, prompts).ok
+
+
+def test_a_benchmark_reads_every_prompt(tiny_bundle: Path) -> None:
+    held: list[int] = []
+    with leadout.load(tiny_bundle) as pair, leadout.load(tiny_bundle, exact=False) as bare:
+        run = Bench(pair, {"max_new_tokens": 6}, plain=bare.target)
+        decode = run._time
+
+        def spy(making: Decoder, group: Any, given: Settings, totals: Totals) -> None:
+            decode(making, group, given, totals)
+            held.extend(row.held for row in totals.stats)
+
+        run._time = spy  # type: ignore[method-assign]
+        assert run.run([list(range(3, 40))])["identical_outputs"]
+    assert held == [0, 0, 0, 0], "each side once to warm up"
