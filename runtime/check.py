@@ -2,7 +2,8 @@
 
 Numbers first (golden logits from transformers; one bit pattern for all step widths), then tokens (with and without
 each drafter, sampled with one seed, in a batch and alone, turn after turn). Where two graph variants part, rounding
-must explain it. Graphs that exact answers do not take on this processor may round by width, as far as they may be from transformers'.
+must explain it. Graphs that exact answers do not take on this processor may round by width, as far as they may be from
+transformers'.
 """
 
 from __future__ import annotations
