@@ -16,13 +16,10 @@ def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -
     """
     first: dict[tuple[int, ...], int] = {}
     sources = [first.setdefault(tuple(prompt), len(first)) for prompt in prompts]
-    if held:
-        if len(prompts[0]) > held:
-            stepper.last_logits([prompts[0][held:]], [held])
+    rest = [prompt[held:] for prompt in first]
+    if not any(rest):
         return
-    if not any(first):
-        return
-    stepper.last_logits(list(first), [0] * len(first))
+    stepper.last_logits(rest, [held] * len(rest))
     # No source stands behind its copies: from the end on, nothing is overwritten that is still to be copied.
     for place in reversed(range(len(prompts))):
         if prompts[place] and sources[place] != place:

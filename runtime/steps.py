@@ -37,7 +37,8 @@ class Stepper:
         self.engine, self.name, self.narrowest = engine, name, narrowest
         self._even_width = narrowest
         self._row_step = row_step(engine)
-        self._even, self._held, self._resets = True, Held(), 0
+        self._even, self._held = True, Held()
+        self._resets: int | None = None  # of the engine, when it was last reset for one text
 
     def reset(self, rows: int, *, even: bool = True) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
@@ -48,13 +49,13 @@ class Stepper:
     def resume(self, text: Sequence[int], *, even: bool = True) -> int:
         """Start over with one row, whose ``text`` this is: how many of its tokens, from the first on, the cache still
         holds (0 where the engine keeps nothing, or somebody else has reset it)."""
-        resets = self._kept()
+        resets = self._count()
         held = self._held.common(text, even=even) if resets is not None and resets == self._resets else 0
         if held:
             self._round(even)
         else:
             self.reset(1, even=even)
-            self._resets = self._kept() or 0
+            self._resets = self._count()
         return held
 
     def forget(self) -> None:
@@ -179,7 +180,7 @@ class Stepper:
         if isinstance(self.engine, EvenEngine):
             self.engine.even = even
 
-    def _kept(self) -> int | None:
+    def _count(self) -> int | None:
         return self.engine.resets if isinstance(self.engine, KeepingEngine) else None
 
     def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
