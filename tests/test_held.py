@@ -19,7 +19,7 @@ from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError
 from leadout.runtime import decoder, drafters, held, steps
 from leadout.runtime.bench import Bench, Totals
-from leadout.runtime.check import check_turns
+from leadout.runtime.check import answers, check_turns
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.held import Held, agreement
 from leadout.runtime.settings import Settings
@@ -258,6 +258,18 @@ def test_a_bundle_s_conversation(tiny_bundle: Path, sampling: dict[str, Any]) ->
         assert talking.generate(prompt, max_new_tokens=2).stats.held == 0
 
 
+def test_an_engine_that_somebody_else_used_is_read_anew(tiny_bundle: Path) -> None:
+    with leadout.load(tiny_bundle) as pair:
+        prompt, given = list(range(3, 40)), {"max_new_tokens": 8, "ignore_eos": True}
+        before = pair.generate(prompt, **given)
+        assert pair.generate(prompt, **given).stats.held == len(prompt) - 1
+        for engine in filter(None, (pair.target, pair.draft)):
+            engine.reset(1)
+            engine.forward(np.arange(50, 90)[None], np.zeros(1, np.int64))
+        after = pair.generate(prompt, **given)
+        assert (after.token_ids, after.stats.held) == (before.token_ids, 0)
+
+
 def test_a_capacity_that_costs_is_not_kept(tiny_bundle: Path) -> None:
     """Where attention takes as long as there are slots, a new text begins with few."""
     with leadout.load(tiny_bundle, variant="grouped") as pair:
@@ -270,6 +282,11 @@ def test_check_looks_at_the_next_turn(tiny_bundle: Path, monkeypatch: pytest.Mon
     with leadout.load(tiny_bundle) as pair:
         prompts = [list(range(3, 40)), list(range(50, 71))]
         assert check_turns(pair, prompts).ok
+        said, generate = list[int](), pair.generate
+        with monkeypatch.context() as spied:
+            spied.setattr(pair, "generate", lambda *a, **k: said.append((r := generate(*a, **k)).stats.held) or r)
+            answers(pair, [prompts[0]] * 2, max_new_tokens=2)
+        assert said == [0, 0], "what it compares with is read whole"
         monkeypatch.setattr(Held, "common", lambda self, text, *, even: max(0, len(text) - 3))
         assert not check_turns(pair, prompts).ok
 
