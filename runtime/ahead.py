@@ -261,8 +261,8 @@ class Worth:
         """Seconds of a round with drafts of 0, 1, 2, ... that is not worked on ahead."""
         bucket = context_bucket(past)
         if bucket not in self._expected:
-            draft, target = self._before.draft(1, past), self._before.target(1, past) or []
-            self._expected[bucket] = [length * draft + seconds for length, seconds in enumerate(target[1:])]
+            drafts, target = self._before.drafts(1, past), self._before.target(1, past) or []
+            self._expected[bucket] = [draft + step for draft, step in zip(drafts, target[1:], strict=False)]
         return self._expected[bucket]
 
     def _decide(self) -> None:

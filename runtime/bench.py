@@ -29,6 +29,7 @@ from .pair import Pair
 from .settings import MAX_GUESS_LENGTH, Settings
 from .siblings import Sample, check_sample
 from .stats import Stats
+from .tempo import Tempo
 from .tuned import processor
 
 TIMED_STEPS = 9
@@ -121,12 +122,13 @@ class Bench:
         self._spans: list[tuple[float, float]] = []
         self.target = Timed(pair.target, self._spans)
         self.draft = None if pair.draft is None else Timed(pair.draft, self._spans)
-        self.plain = Decoder(plain or pair.target, None, exact=False)
+        tempo = Tempo()
+        self.plain = Decoder(plain or pair.target, None, exact=False, costs=Costs(tempo=tempo))
         shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
-        self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
+        self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known, tempo), **shared)
         # has not seen the batch's answers
-        self.single = Decoder(self.target, self.draft, costs=Costs(pair.known), **shared)
-        self._warm: dict[str, Counter[Step]] = {}  # what had been counted of each side before anything was timed
+        self.single = Decoder(self.target, self.draft, costs=Costs(pair.known, tempo), **shared)
+        self._warm: dict[str, dict[Step, float]] = {}  # what each side had paid before anything was timed
 
     def run(self, prompts: Group, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
         """Measure every group of ``batch_size`` prompts, alternating which side goes first."""
@@ -139,10 +141,7 @@ class Bench:
             side(groups[0], Totals())
         for decoder in (self.plain, self.speculative, self.single):
             decoder.forget()  # no drafter may know an answer from the run that warmed up, and no cache a prompt
-        self._warm = {
-            "plain": Counter(self.plain.costs.counts),
-            "speculative": Counter(self.speculative.costs.counts),
-        }
+        self._warm = {"plain": self.plain.costs.weights, "speculative": self.speculative.costs.weights}
         for number, group in enumerate(groups):
             for name in sorted(sides, reverse=number % 2 == 1):
                 sides[name](group, totals[name])
@@ -227,8 +226,9 @@ class Bench:
             return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs()}
         predicted, unaccounted = {}, {}
         for name, decoder in (("plain", self.plain), ("speculative", self.speculative)):
-            side = totals[name]
-            seconds = sum(decoder.costs.price(decoder.costs.counts - self._warm[name]).values())
+            side, before = totals[name], self._warm[name]
+            paid = {step: weight - before.get(step, 0.0) for step, weight in decoder.costs.weights.items()}
+            seconds = sum(decoder.costs.price(paid).values())
             predicted[name] = side.count("tokens") / seconds
             unaccounted[name] = 1.0 - seconds / (side.wall - side.prompt)
         return {

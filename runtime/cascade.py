@@ -183,7 +183,7 @@ class Cascade:
         self._told = len(tokens)
         if self._settles:
             self._spent += perf_counter() - started
-            self._vigil.settle(self._saved, self._spent, chosen=self._chosen)
+            self._vigil.settle(self._saved, self._pace.costs.usual(self._spent), chosen=self._chosen)
             self._settles = False
 
     @property

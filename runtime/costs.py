@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict, deque
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate, pairwise
-from statistics import median_low
+from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
+from .tempo import Tempo
 
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
 _FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
 LONGEST_FIRST = max(_FIRST_ALONE[0])
-_RECENT = 7
+_LAST, _OUTLIER = 32, 2.0
+_HARDLY, _KNOWN = 2, 4  # measurements
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.
 _STALE, _DOUBLINGS = 256, 4
@@ -37,41 +40,50 @@ def context_bucket(past: int) -> int:
     return max(0, past.bit_length() - _SHORTEST_CONTEXT)
 
 
-class Recent:
-    """The last few measurements. Their middle counts, because first calls at a new shape are slow. ``faded``: it was
-    known once, and is renewed."""
+class Typical:
+    """What a step takes. Of the first two measurements the less, because first calls at a new shape are slow; the
+    median of the first four; then each moves it a little, as their mean (of logarithms) would, the last 32 above all.
+    ``faded``: it was known once, and is renewed."""
 
-    __slots__ = ("_last", "_middle", "faded")
+    __slots__ = ("_counted", "_first", "faded", "seconds")
 
     def __init__(self) -> None:
-        self.faded = False
-        self._last: deque[float] = deque(maxlen=_RECENT)
-        self._middle: float | None = None
+        self.faded, self.seconds = False, 0.0
+        self._first: list[float] = []
+        self._counted = 0
 
     def __len__(self) -> int:
-        return len(self._last)
+        """How often it was measured, up to the four times after which it is known."""
+        return len(self._first)
 
-    def append(self, seconds: float) -> None:
-        self._last.append(seconds)
-        self._middle = None
+    @property
+    def times(self) -> int:
+        """How many measurements say what it takes."""
+        return max(1, min(len(self._first) + self._counted, _LAST))
+
+    def append(self, seconds: float, *, counts: bool = True) -> None:
+        """``counts``: it says more than those before. (Of the first few each does.)"""
+        if len(self._first) < _KNOWN:
+            self._first.append(seconds)
+            self.seconds = median(self._first) if len(self._first) > _HARDLY else min(self._first)
+        elif counts and self.seconds > 0.0:
+            self._counted += 1
+            error = min(max(seconds / self.seconds, 1.0 / _OUTLIER), _OUTLIER)
+            self.seconds *= error ** (1.0 / min(_KNOWN + self._counted, _LAST))
+
+    def begin(self, seconds: float) -> None:
+        """It is thought to be so before it is measured."""
+        self.seconds, self._first = seconds, [seconds] * _KNOWN
 
     def fade(self) -> None:
         """All was long ago: the next measurement counts for as much as what is known, and the less of the two holds."""
-        if self._last:
-            self.faded, middle = True, self.middle
-            self._last.clear()
-            self.append(middle)
-
-    @property
-    def middle(self) -> float:
-        """The lower median, found when it is asked for."""
-        if self._middle is None:
-            self._middle = median_low(self._last)
-        return self._middle
+        if self._first:
+            self.faded, self._first, self._counted = True, [self.seconds], 0
 
 
 class Step(NamedTuple):
-    """What was paid for: ``part`` is one of ``PARTS``; of all but the target's two ``width`` is always 1."""
+    """What was paid for: ``part`` is one of ``PARTS``. Of the draft ``width`` is the steps of a round; of all but that
+    and the target's two it is always 1."""
 
     part: str
     rows: int
@@ -98,19 +110,25 @@ class Costs:
     of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known of a place in
     the table is taken from the nearest places that were measured, scaled by what both know."""
 
-    def __init__(self, known: Iterable[Cost] = ()) -> None:
-        """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted."""
-        self._tables: dict[str, dict[tuple[int, int], dict[int, Recent]]] = {}
+    def __init__(self, known: Iterable[Cost] = (), tempo: Tempo | None = None) -> None:
+        """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one
+        ``tempo`` can be compared."""
+        self._tables: dict[str, dict[tuple[int, int], dict[int, Typical]]] = {}
         self._samples: Counter[tuple[int, int]] = Counter()
         self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
         self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
         self._round = self._calm = 0
-        self._recents: dict[tuple[str, int, int, int], Recent] = {}  # of the tables, by step: every round asks
+        self._modelled = False  # a draft model has run
+        self._compared: Counter[int] = Counter()  # how often plain steps came after others, by doublings of rows
+        self._typicals: dict[tuple[str, int, int, int], Typical] = {}  # of the tables, by step: every round asks
         self._paid: Counter[tuple[str, int, int, int]] = Counter()
+        self._weights: defaultdict[tuple[str, int, int, int], float] = defaultdict(float)
+        self._tempo = tempo or Tempo()
+        self._last: tuple[str, int, int, int] | None = None
         for cost in known:
-            recent = self._recent(cost.part, cost.rows, cost.context, cost.width)
+            typical = self._typical(cost.part, cost.rows, cost.context, cost.width)
             for _ in range(_BELIEVED):
-                recent.append(cost.seconds)
+                typical.append(cost.seconds)
             self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
             self._samples[cost.rows.bit_length(), _NO_WIDTH] += _BELIEVED * (cost.part == "plain")
 
@@ -124,8 +142,11 @@ class Costs:
         part, place = ("plain", (size, _NO_WIDTH)) if plain else ("target", (size, width))
         if place in self._used and self._stale(place):
             self._renewed[place] += 1
-            self._recent(part, rows, bucket, width).fade()
-        self._record(part, rows, bucket, width, seconds)
+            self._typical(part, rows, bucket, width).fade()
+        self._modelled |= modelled
+        telling = plain or modelled or not self._modelled  # else weights are on their way back into a cache
+        self._compared[size] += plain and (self._last is None or self._last[0] != part)
+        self._record(part, rows, bucket, width, seconds, telling=telling, counts=telling or drafts)
         self._round += 1
         for used in {place, (size, width)}:
             self._samples[used] += 1
@@ -141,11 +162,11 @@ class Costs:
             return
         bucket = context_bucket(past)
         if lag <= _ONE_STEP:
-            self._record("draft", rows, bucket, 1, seconds / steps, steps)
-        elif known := self.draft(rows, past):
+            self._record("draft", rows, bucket, steps, seconds, telling=True)
+        elif known := self.drafts(rows, past)[steps]:
             late = rows * (lag - _ONE_STEP)  # a step is a rectangle
-            self._paid["draft", rows, bucket, 1] += steps
-            self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - steps * known) / late, late)
+            self._pay(("draft", rows, bucket, steps), 1)
+            self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / late, late)
 
     def record_host(self, rows: int, seconds: float) -> None:
         """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
@@ -156,55 +177,74 @@ class Costs:
         """How often each step was paid."""
         return Counter({Step(*step): times for step, times in self._paid.items()})
 
+    @property
+    def weights(self) -> dict[Step, float]:
+        """The same, but each as often as the device was slow then: price them to know what was paid."""
+        return {Step(*step): weight for step, weight in self._weights.items()}
+
+    def usual(self, seconds: float) -> float:
+        """What something that took so long just now takes when the device is as fast as usual: only that can be
+        compared with what is said here."""
+        return seconds / self._tempo.slowness
+
     def target(self, rows: int, past: int = 0) -> list[float] | None:
         """Seconds of a step of each width from 0 to 64: between measured widths a straight line, beyond them as much
-        more as a token took on average below, and never more than a wider step costs. A width that was measured in a
-        bad moment would else be avoided for good; so a wide one counts only when it was measured twice. None while
-        nothing was measured."""
-        if not (known := self._known("target", rows, context_bucket(past))):
+        more as a token took on average below. No step costs more than a wider one: where measurements say so, both cost
+        what all these did on average. A width that was measured in a bad moment would else be avoided for good; so a
+        wide one counts only when it was measured twice. None while nothing was measured."""
+        bucket, size = context_bucket(past), rows.bit_length()
+        if not (known := self._known("target", rows, bucket)):
             return None
-        size = rows.bit_length()
         known = {width: known[width] for width in known if width <= _NARROW or self._samples[size, width] > 1} or known
-        widths = sorted(known)
-        least, most = widths[0], widths[-1]
-        slope = max(0.0, known[most] - known[least]) / (most - least) if most > least else 0.0
-        line = [known[least]] * (least + 1)
-        for before, after in pairwise(widths):
-            rise = (known[after] - known[before]) / (after - before)
-            line += [known[before] + rise * more for more in range(1, after - before)]
-            line.append(known[after])
-        line += [known[most] + slope * more for more in range(1, MAX_GUESS_LENGTH + 2 - most)]
-        return list(accumulate(reversed(line), min))[::-1]
+        return _line(_rising(known, self._times("target", rows, bucket, known)), MAX_GUESS_LENGTH + 1)
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:
         """Seconds of a step of ``width`` tokens, the least, without drafts, while no draft model runs. Of another
         context or number of rows it is as much less than other steps as here; while it was hardly measured, it is as
         they are. None while nothing was."""
         table, bucket = self._tables.get("plain", {}), context_bucket(past)
-        recents = {place: widths[width] for place, widths in table.items() if width in widths}
-        places = [place for place, recent in recents.items() if recent.faded or len(recent) >= _PLAIN]
+        typicals = {place: widths[width] for place, widths in table.items() if width in widths}
+        places = [place for place, typical in typicals.items() if typical.faded or len(typical) >= _PLAIN]
         if not places:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
         near = min(places, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
-        seconds = recents[near].middle
+        seconds = typicals[near].seconds
         if near == (rows, bucket):
             return seconds
         return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))
+
+    def doubt(self, rows: int) -> float:
+        """How far what a plain step is said to take may be off beside the others, as a share of it (one standard
+        error): it was compared with them only as often as they came before it."""
+        return self._tempo.scatter / math.sqrt(max(1, self._compared[rows.bit_length()]))
 
     def lacks_plain(self, rows: int) -> bool:
         """Whether a plain step was hardly measured with about so many rows, or long ago."""
         place = rows.bit_length(), _NO_WIDTH
         return self._samples[place] < _PLAIN or self._stale(place)
 
+    def drafts(self, rows: int, past: int = 0) -> list[float]:
+        """Seconds of 0 to 63 steps of the draft, one after the other: the first takes two tokens, often, and finds
+        little in the cache. 0 while none was ever measured."""
+        return self._drafts(rows, context_bucket(past))
+
+    def _drafts(self, rows: int, bucket: int) -> list[float]:
+        if not (known := self._known("draft", rows, bucket)):
+            return [0.0] * (MAX_GUESS_LENGTH + 1)
+        return _line({0: 0.0} | _rising(known, self._times("draft", rows, bucket, known)), MAX_GUESS_LENGTH)
+
     def draft(self, rows: int, past: int = 0) -> float:
-        """Seconds of one step of the draft; 0 while it was never measured."""
-        return self._known("draft", rows, context_bucket(past)).get(1, 0.0)
+        """Seconds of one step of the draft, on average over the longest draft that was measured; 0 while none was."""
+        steps = max(self._known("draft", rows, context_bucket(past)), default=1)
+        return self.drafts(rows, past)[steps] / steps
 
     def catch_up(self, rows: int, lag: int, guess: float = 0.0) -> float:
         """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks: ``guess`` for each
         while that was never measured."""
-        return rows * max(0, lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
+        if lag <= _ONE_STEP:
+            return 0.0
+        return rows * (lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""
@@ -232,32 +272,75 @@ class Costs:
     def _stale(self, place: tuple[int, int]) -> bool:
         return self._round - self._used.get(place, 0) > _STALE << min(self._renewed[place], _DOUBLINGS)
 
-    def price(self, counts: Mapping[Step, int]) -> dict[str, float]:
-        """Seconds of so many steps, by part, at what each costs now."""
+    def price(self, weights: Mapping[Step, float]) -> dict[str, float]:
+        """Seconds of so many steps, by part, at what each is known to cost now."""
         total = dict.fromkeys(PARTS, 0.0)
-        for (part, rows, bucket, width), count in counts.items():
-            total[part] += count * self._known(part, rows, bucket)[width]
+        for (part, rows, bucket, width), weight in weights.items():
+            seconds = self._drafts(rows, bucket) if part == "draft" else self._known(part, rows, bucket)
+            total[part] += weight * seconds[width]
         return total
 
     def measured(self) -> list[Cost]:
-        """All that was measured, in order: what ``Costs(known)`` starts from."""
+        """All that was measured, in order, on this device as slow as it was on average: what ``Costs(known)`` starts
+        from."""
         return [
-            Cost(part, rows, bucket, width, recent.middle)
+            Cost(part, rows, bucket, width, typical.seconds * self._tempo.mean)
             for part, table in sorted(self._tables.items())
             for (rows, bucket), widths in sorted(table.items())
-            for width, recent in sorted(widths.items())
+            for width, typical in sorted(widths.items())
         ]
 
-    def _record(self, part: str, rows: int, bucket: int, width: int, seconds: float, times: int = 1) -> None:
+    def _record(
+        self,
+        part: str,
+        rows: int,
+        bucket: int,
+        width: int,
+        seconds: float,
+        times: int = 1,
+        *,
+        telling: bool = False,
+        counts: bool = True,
+    ) -> None:
+        """``telling``: it says how slow the device is, and what it takes only where other steps came before, for tempo
+        has gone along with its like; ``counts``: it says what such steps take."""
         step = part, rows, bucket, width
-        if (recent := self._recents.get(step)) is None:
-            recent = self._recents[step] = self._recent(*step)
-        recent.append(seconds)
-        self._paid[step] += times
+        if (typical := self._typicals.get(step)) is None:
+            typical = self._typicals[step] = self._begun(*step)
+        if telling:
+            if len(typical) >= _KNOWN:
+                self._tempo.record(seconds, typical.seconds)
+            counts, self._last = step != self._last, step
+        if counts or telling or len(typical) < _HARDLY:
+            typical.append(seconds / self._tempo.slowness, counts=counts)
+        self._pay(step, times)
 
-    def _recent(self, part: str, rows: int, bucket: int, width: int) -> Recent:
-        table = self._tables.setdefault(part, defaultdict(lambda: defaultdict(Recent)))
+    def _pay(self, step: tuple[str, int, int, int], times: int) -> None:
+        self._paid[step] += times
+        self._weights[step] += times * self._tempo.slowness
+
+    def _typical(self, part: str, rows: int, bucket: int, width: int) -> Typical:
+        table = self._tables.setdefault(part, defaultdict(lambda: defaultdict(Typical)))
         return table[rows, bucket][width]
+
+    def _times(self, part: str, rows: int, bucket: int, widths: Iterable[int]) -> dict[int, int]:
+        """How many measurements just there say what these take; 1 where none does."""
+        here = self._tables[part].get((rows, bucket), {})
+        return {width: here[width].times if width in here else 1 for width in widths}
+
+    def _seconds(self, part: str, rows: int, bucket: int) -> dict[int, float]:
+        """What was measured just there, by width."""
+        return {width: typical.seconds for width, typical in self._tables[part][rows, bucket].items() if typical}
+
+    def _begun(self, part: str, rows: int, bucket: int, width: int) -> Typical:
+        """That of a step, which is thought to take what it does on the contexts nearest to these, if it is known
+        there: what they differ in shows, and is less than a few measurements err."""
+        typical, table = self._typical(part, rows, bucket, width), self._tables[part]
+        places = [place for place, widths in table.items() if place[0] == rows and len(widths.get(width, ())) >= _KNOWN]
+        if places and not typical:
+            near = min(places, key=lambda place: (abs(place[1] - bucket), place))
+            typical.begin(table[near][width].seconds * _ratio(self._seconds(part, rows, bucket), self._seconds(part, *near)))
+        return typical
 
     def _known(self, part: str, rows: int, bucket: int) -> dict[int, float]:
         """Width -> seconds for so many rows on contexts of ``bucket``."""
@@ -265,10 +348,37 @@ class Costs:
         places = sorted(table, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
         known: dict[int, float] = {}
         for place in places[:_NEIGHBOURS]:
-            found = {width: recent.middle for width, recent in table[place].items()}
+            found = self._seconds(part, *place)
             scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
         return known
+
+
+def _rising(seconds: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
+    """The nearest to ``seconds`` by width that never falls: neighbours that do get their mean (pool adjacent
+    violators)."""
+    pools: list[tuple[float, float, list[int]]] = []  # mean, weight, widths
+    for width in sorted(seconds):
+        mean, weight, widths = seconds[width], weights[width], [width]
+        while pools and pools[-1][0] > mean:
+            other, more, narrower = pools.pop()
+            mean, weight, widths = (mean * weight + other * more) / (weight + more), weight + more, narrower + widths
+        pools.append((mean, weight, widths))
+    return {width: mean for mean, _, widths in pools for width in widths}
+
+
+def _line(known: Mapping[int, float], longest: int) -> list[float]:
+    """The values of 0 to ``longest``: below the least that is known the same, between two a straight line, beyond the
+    last as much more as one more took on average, between those that were measured."""
+    places = sorted(known)
+    line = [known[places[0]]] * (places[0] + 1)
+    for before, after in pairwise(places):
+        rise = (known[after] - known[before]) / (after - before)
+        line += [known[before] + rise * more for more in range(1, after - before)]
+        line.append(known[after])
+    first, last = places[1 if places[0] == 0 and len(places) > 2 else 0], places[-1]
+    slope = max(0.0, known[last] - known[first]) / (last - first) if last > first else 0.0
+    return line + [known[last] + slope * more for more in range(1, longest + 1 - last)]
 
 
 def _ratio(here: Mapping[int, float], there: Mapping[int, float]) -> float:

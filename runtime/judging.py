@@ -30,9 +30,10 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     def pick(law: Probs) -> int:
         return draw(law, final)
 
-    if sampler.rule == "block" and draft.q is not None:
-        return verify.block(x, draft.q, p, coins, pick)
-    return verify.rejection(x, draft.q, p, coins, pick)
+    if draft.q is None:
+        return verify.rejection(x, None, p, coins, pick)
+    verdict = verify.block if sampler.rule == "block" else verify.rejection
+    return verdict(x, draft.q, sampler.chain.distributions(logits, x).__getitem__, coins, pick)
 
 
 def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> verify.Verdict:

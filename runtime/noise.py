@@ -27,6 +27,8 @@ class Purpose(IntEnum):
     FINAL = 3
 
 
+_OF_A_ROUND = Purpose.DRAFT, Purpose.ACCEPT, Purpose.FINAL
+
 class Noise:
     """The noise of one answer: Philox4x64-10 (Salmon et al. 2011), key = (seed, stream), counter = (position, purpose).
 
@@ -42,6 +44,7 @@ class Noise:
         self._keys = [((seed + i * _GROWTH[0]) & _WORD, (stream + i * _GROWTH[1]) & _WORD) for i in range(10)]
         self._raws: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._gumbels: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._coins: dict[tuple[int, Purpose], list[float]] = {}
 
     def gumbel(self, position: int, size: int) -> NDArray[np.float64]:
         """Standard Gumbel noise, float64 [size], by token id: what stands at ``position`` (absolute, 0-based) gets
@@ -83,10 +86,24 @@ class Noise:
         """Uniforms in [0, 1), ``size`` of them. A round asks with the position it starts at and takes its i-th number
         for its i-th draft: the next round starts further on and so shares nothing with it. (Keyed by the draft's own
         position instead, block verification would be biased: it looks at coins beyond the ones it commits.)"""
-        numbers: list[float] = []
-        for place in range(1, -(-size // 4) + 1):
-            numbers += [(number >> 11) * 2.0**-53 for number in self._block(place, position, purpose)]
-        return numbers[:size]
+        coins = self._coins.get((position, purpose)) or self._toss(position, purpose)
+        if size > len(coins):
+            more = range(len(coins) // 4 + 1, -(-size // 4) + 1)
+            coins = [*coins, *(coin for place in more for coin in self._four(place, position, purpose))]
+            self._coins[position, purpose] = coins
+        return coins[:size]
+
+    def _toss(self, position: int, purpose: Purpose) -> list[float]:
+        """The first four; and those of a round's other purposes, for once the code is in the cache they cost next to
+        nothing."""
+        if len(self._coins) >= _REMEMBERED:
+            self._coins.clear()
+        tossed = {(position, each): self._four(1, position, each) for each in (purpose, *_OF_A_ROUND)}
+        self._coins |= tossed
+        return tossed[position, purpose]
+
+    def _four(self, place: int, position: int, purpose: Purpose) -> list[float]:
+        return [(number >> 11) * 2.0**-53 for number in self._block(place, position, purpose)]
 
     def _block(self, a: int, b: int, c: int) -> tuple[int, int, int, int]:
         """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers integers of Python are faster there than

@@ -72,9 +72,9 @@ class Pace:
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
         little of what one of many does.)"""
-        self._unused = bills_of(policies), seconds
+        self._unused = bills_of(policies), self.costs.usual(seconds)
         if tokens >= _A_PROMPT or (tokens and not self._reading):
-            self._reading = seconds / tokens
+            self._reading = self.costs.usual(seconds) / tokens
 
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
@@ -117,8 +117,8 @@ class Pace:
     def seconds(self, rows: int) -> list[float]:
         """The same with drafts of the draft model."""
         if (known := self._modelled.get(rows)) is None:
-            draft, free = self.costs.draft(rows, self.past), self.seconds_without_draft(rows)
-            known = self._modelled[rows] = [length * draft + seconds for length, seconds in enumerate(free)]
+            drafts, free = self.costs.drafts(rows, self.past), self.seconds_without_draft(rows)
+            known = self._modelled[rows] = [draft + step for draft, step in zip(drafts, free, strict=True)]
         return known
 
     def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
@@ -166,6 +166,7 @@ class Pace:
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * self.otherwise)
+        without *= 1.0 + self.costs.doubt(self.rows)
         for bill in bills_of(policies):
             bill.record(without - took)
 
@@ -251,8 +252,11 @@ class Pace:
         return self._speeds([(request.hoped(errors), limit) for request, limit in requests], rows)
 
     def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
+        """The same as they are expected; of a round without drafts the least that it may be, as far as is known: to
+        draft in vain shows on a bill, to rest in vain nowhere."""
         together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
-        return [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
+        speeds = [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
+        return [speeds[0] / (1.0 + self.costs.doubt(rows)), *speeds[1:]]
 
 
 def cap(

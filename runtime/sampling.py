@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitArray, LogitRow, Tops
+from ..engines.base import LogitArray, LogitRow, Logits, Tops
 from ..errors import UsageError
 from . import buffers
 from .heads import loudest, not_finite, winner
@@ -127,6 +127,23 @@ class Chain:
         probs /= np.add.reduce(probs)
         return probs
 
+    def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs]:
+        """``distribution(logits[i], drafted[:i])`` of i = 0..len(drafted), for ``logits`` [> len(drafted), V]: short
+        rows all at once, for a call that finds nothing in the cache takes longer than its numbers."""
+        count = len(drafted) + 1
+        if not isinstance(logits, np.ndarray) or logits.shape[-1] > SHORT or not self.is_plain(()):
+            return [self.distribution(logits[i], drafted[:i]) for i in range(count)]
+        rows = logits[:count]
+        tops = np.maximum.reduce(rows, axis=1, keepdims=True)
+        if not math.isfinite(np.add.reduce(tops, axis=None)):
+            raise not_finite()
+        scores = rows - tops
+        if self.settings.temperature != 1.0:
+            scores /= self.settings.temperature
+        probs: Probs = np.exp(scores, out=scores).astype(np.float64)
+        probs /= np.add.reduce(probs, axis=1, keepdims=True)
+        return list(probs)
+
     def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
         """Up to top_k."""
         scores = self._from_top(logits, drafted)
@@ -237,9 +254,10 @@ class Sampler:
             return self._propose_among(logits, drafted, start)
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
-        q = self.chain.distribution(logits, drafted)
-        count = len(drafted) + 1
-        return draw(q, self.noise.uniforms(start, Purpose.DRAFT, count)[-1]), q
+        q = self.chain.masses(logits, drafted)
+        token, total = draw_and_sum(q, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])
+        q /= total
+        return token, q
 
     def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
@@ -270,16 +288,26 @@ def exponentials(scores: NDArray[Any]) -> Probs:
 def draw(law: Probs, uniform: float) -> int:
     """Inverse CDF: the first token whose cumulative weight exceeds ``uniform`` (in [0, 1)) of the total.
 
-    ``law`` need not be normalised. Tokens of weight 0 are never drawn. Summed in blocks: adding up one by one, the
-    numbers wait for each other.
+    ``law`` need not be normalised. Tokens of weight 0 are never drawn.
     """
+    return draw_and_sum(law, uniform)[0]
+
+
+def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
+    """``draw``, and the total. A long law is summed in blocks: adding up one by one, the numbers wait for each other."""
+    if law.size <= SHORT:
+        sums = law.cumsum()
+        total = float(sums[-1])
+        token = int(sums.searchsorted(uniform * total, side="right"))
+        return token if token < law.size else int(np.flatnonzero(law)[-1]), total
     if (starts := _starts.get(law.size)) is None:
         starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
     upto = np.add.reduceat(law, starts).cumsum()
-    wanted = uniform * float(upto[-1])
+    total = float(upto[-1])
+    wanted = uniform * total
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
     first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
     for token, mass in enumerate(accumulate(law[first : first + _BLOCK].tolist()), first):
         if before + mass > wanted:
-            return token
-    return int(np.flatnonzero(law[: first + _BLOCK])[-1])
+            return token, total
+    return int(np.flatnonzero(law[: first + _BLOCK])[-1]), total

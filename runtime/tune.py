@@ -20,6 +20,7 @@ from .policy import FixedLength, Policy
 from .sequence import Row
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .stats import Stats
+from .tempo import Tempo
 
 _EACH = 5  # rounds of each draft length, at least
 _CONTEXT_TOKENS = 64  # new tokens on each longer context
@@ -29,8 +30,8 @@ class Sweep(Decoder):
     """Drafts a different length each round, every one equally often and in no order, the same for all rows: so that
     each step is measured as it is in life, after others and with cold caches, and all of them in the same minutes."""
 
-    def __init__(self, target: Engine, draft: Engine, *, exact: bool) -> None:
-        super().__init__(target, draft, exact=exact)
+    def __init__(self, target: Engine, draft: Engine, *, exact: bool, tempo: Tempo | None = None) -> None:
+        super().__init__(target, draft, exact=exact, costs=Costs(tempo=tempo))
         self._fixed = FixedLength(0)
         self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
         self.rounds = 0
@@ -87,13 +88,14 @@ class Tuner:
         if pair.draft is None:
             raise UsageError("this bundle has no draft model; there is nothing to tune")
         self.pair, self.settings = pair, pair.settings(settings | {"draft": "model"})
-        self._given, self._longest = settings, longest_context
-        self._bare, self._plain = plain, Decoder(plain or pair.target, None, exact=False)
-        self._sweep = Sweep(pair.target, pair.draft, exact=pair.exact)
+        self._given, self._longest, self._tempo = settings, longest_context, Tempo()
+        plainly = Costs(tempo=self._tempo)
+        self._bare, self._plain = plain, Decoder(plain or pair.target, None, exact=False, costs=plainly)
+        self._sweep = Sweep(pair.target, pair.draft, exact=pair.exact, tempo=self._tempo)
 
     def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
         """Measure with ``rows`` rows a step on ``prompts``; ``draft`` instead of the bundle's own."""
-        sweep = self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact)
+        sweep = self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
         settings = replace(self.settings, ignore_eos=True)
         groups = grouped(prompts, rows)
         stats: list[Stats] = []
@@ -134,11 +136,11 @@ def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: 
     section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate."""
     steps, alone = pair.target(rows, past), plain.plain(rows, 1, past)
     assert steps is not None and alone is not None, "measured before"
-    draft, host = pair.draft(rows, past), pair.host(rows)
+    drafts, host = pair.drafts(rows, past), pair.host(rows)
     rates, tokens, survival = acceptance(stats), [1.0], 1.0
     for rate in rates:
         tokens.append(tokens[-1] + (survival := survival * rate))
-    seconds = [host + steps[max(k + 1, narrowest)] + k * draft for k in range(MAX_DRAFT_LENGTH + 1)]
+    seconds = [host + steps[max(k + 1, narrowest)] + drafts[k] for k in range(MAX_DRAFT_LENGTH + 1)]
     plain_seconds = plain.host(rows) + alone
     tested = sum(row.tested for row in stats)
     return Promise(
@@ -146,7 +148,7 @@ def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: 
         speedup=[gain * plain_seconds / took for gain, took in zip(tokens, seconds, strict=True)],
         tokens=tokens,
         acceptance=sum(row.accepted for row in stats) / tested if tested else 0.0,
-        draft_ms=1e3 * draft,
+        draft_ms=1e3 * pair.draft(rows, past),
         plain_ms=1e3 * plain_seconds,
         round_ms=[1e3 * took for took in seconds],
     )

@@ -89,6 +89,13 @@ class Scaled:
         return self.coin.below(float(threshold) / self.scale) if self.scale else threshold > 0
 
 
+def draw_with_coins(patch: Any) -> None:
+    """Whoever draws from a law asks the Coin that stands for its uniform."""
+    patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
+    patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
+    patch.setattr(sampling, "draw_and_sum", lambda weights, coin: (coin.draw(weights), weights.sum()))
+
+
 class ScriptedNoise:
     """Stands in for ``Noise``: one coin for each (position, purpose, index), the same whenever it is asked for."""
 
@@ -118,8 +125,7 @@ def decode_law(
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
             patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
-            patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
-            patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
+            draw_with_coins(patch)
             decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))
             events = list(decoder.decode([(prompt, options)]))
             for event in events:
@@ -192,6 +198,9 @@ class FixedCosts(Costs):
 
     def lacks_plain(self, rows: int) -> bool:
         return False
+
+    def doubt(self, rows: int) -> float:
+        return 0.0
 
     def first_length(self, limit: int, rows: int = 1, narrowest: int = 1, *best: Any) -> int | None:
         return super().first_length(limit, 1, narrowest, *best)

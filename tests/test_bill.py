@@ -71,9 +71,7 @@ def amounts_are_right():
     pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
     pace.settle([request], [3], 2, 12)
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
-    pace = a_pace()
-    for _ in range(7):
-        pace.costs.record_target(1, 1, 0.8, drafts=False, modelled=False)
+    pace = a_pace(plain=0.8)
     assert settled(pace, 0.0, 2.0)[1] == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
 
 

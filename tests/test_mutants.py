@@ -127,6 +127,10 @@ def noise_is_philox(monkeypatch):
         expected = np.random.Generator(state).random(37).tolist()
         ours = noise.Noise(seed, stream)
         assert ours.uniforms(11, noise.Purpose.GUMBEL, 37) == expected == ours.raw(11, 37)[0].tolist()
+        for purpose in noise.Purpose:  # whichever of them was asked for first
+            state = np.random.Philox(key=seed | stream << 64, counter=[0, 11, int(purpose), 0])
+            expected = np.random.Generator(state).random(9).tolist()
+            assert [ours.uniforms(11, purpose, size) for size in (1, 9, 3)] == [expected[:1], expected, expected[:3]]
 
 
 def memory_has_one_owner(monkeypatch):
@@ -266,7 +270,8 @@ MUTANTS = [
     Mutant("block: what was hardly reached counts in full", verify, "block", "(before, weight)", "(1.0, weight)"),
     Mutant("block: the prefix before it is kept", verify, "block", "(before, weight)", "(before, before)"),
     Mutant("the coin's side is half expected", verify, "rejection", "float(chance / given)", "float(chance)"),
-    Mutant("q not as sampled", sampling.Sampler, "propose", "), q", "), (q**2) / (q**2).sum()"),
+    Mutant("q not as sampled", sampling.Sampler, "propose", "token, q", "token, (q**2) / (q**2).sum()"),
+    Mutant("q not normalised", sampling.Sampler, "propose", "q /= total", "q /= 2 * total"),
     Mutant(
         "q of the logits without the chain",
         drafters.ModelDrafter,
@@ -380,8 +385,13 @@ MUTANTS = [
         "pass",
     ),
     Mutant("a round of the generator is lost", noise.Noise, "_block", "in self._keys", "in self._keys[:9]"),
-    Mutant("coins come again after four", noise.Noise, "uniforms", "self._block(place,", "self._block(1,"),
+    Mutant("coins come again after four", noise.Noise, "uniforms", "self._four(place,", "self._four(1,"),
+    Mutant("a round's coins are one", noise.Noise, "_toss", "position, each) for", "position, purpose) for"),
     Mutant("memory is lent twice", buffers, "empty", "_stock[size].pop()", "_stock[size][-1]"),
+    Mutant("laws not normalised", sampling.Chain, "distributions", "probs /= np", "probs *= np"),
+    Mutant("laws without the temperature", sampling.Chain, "distributions", "scores /= self", "0 / self"),
+    Mutant("laws of rows on end", sampling.Chain, "distributions", "list(probs)", "list(probs[::-1])"),
+    Mutant("laws that see no history", sampling.Chain, "distributions", "not self.is_plain(())", "False"),
     Mutant("the last row is another's", judging, "judge", "logits[i], x[:i]", "logits[max(i - 1, 0)], x[:i]"),
 ]
 

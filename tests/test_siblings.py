@@ -12,14 +12,24 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support_runtime import FixedCosts, ScriptedNoise, collect, distance, law, rounded, target_law, toy_pair
+from support_runtime import (
+    FixedCosts,
+    ScriptedNoise,
+    collect,
+    distance,
+    draw_with_coins,
+    law,
+    rounded,
+    target_law,
+    toy_pair,
+)
 from test_api import PROMPT, make
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
-from leadout.runtime import judging, sampling, siblings
+from leadout.runtime import siblings
 from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
@@ -194,8 +204,7 @@ def test_two_answers_that_draft_from_each_other_are_independent_draws_from_the_l
                 "Noise",
                 lambda seed, stream=0: noises.setdefault(stream, ScriptedNoise(branches)),
             )
-            patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
-            patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
+            draw_with_coins(patch)
             texts, last = decode([(prompt, options)] * 2, samples([prompt], 2), decoder=Decoder(*toys(laws)))
         proposed.update(name for stats in last for name in stats.by_drafter)
         return tuple(itertools.chain(*texts))

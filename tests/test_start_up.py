@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "what is known is measured again", costs.Costs, "first_length", "[near] if near in lacking else []", "[near]"
     ),
-    Mutant("what was long ago outvotes what is", costs.Recent, "fade", "self._last.clear()", "pass"),
+    Mutant("what was long ago outvotes what is", costs.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
     Mutant(
         "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),

@@ -147,8 +147,7 @@ def test_the_pace_forgets_its_tables_of_steps():
     costs = FixedCosts(per_token=0.5)
     pace = Pace(costs)
     assert pace.steps(1)[2] == 2.0
-    for _ in range(7):
-        costs._tables["target"][1, 0][3].append(1.5)
+    costs._tables["target"][1, 0][3].seconds = 1.75
     for _ in range(8):
         pace.tick()
-    assert pace.steps(1)[2] == 1.5
+    assert pace.steps(1)[2] == 1.75
