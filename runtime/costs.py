@@ -7,18 +7,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .tempo import Tempo
+from .typical import HARDLY, KNOWN, Typical
 
 # The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
 # doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
 _FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
 LONGEST_FIRST = max(_FIRST_ALONE[0])
-_LAST, _OUTLIER = 32, 2.0
-_HARDLY, _KNOWN = 2, 4  # measurements
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.
 _STALE, _DOUBLINGS = 256, 4
@@ -38,47 +36,6 @@ _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and fro
 def context_bucket(past: int) -> int:
     """Which contexts cost alike: 0 below 128 tokens, then one more with every doubling."""
     return max(0, past.bit_length() - _SHORTEST_CONTEXT)
-
-
-class Typical:
-    """What a step takes. Of the first two measurements the less, because first calls at a new shape are slow; the
-    median of the first four; then each moves it a little, as their mean (of logarithms) would, the last 32 above all.
-    ``faded``: it was known once, and is renewed."""
-
-    __slots__ = ("_counted", "_first", "faded", "seconds")
-
-    def __init__(self) -> None:
-        self.faded, self.seconds = False, 0.0
-        self._first: list[float] = []
-        self._counted = 0
-
-    def __len__(self) -> int:
-        """How often it was measured, up to the four times after which it is known."""
-        return len(self._first)
-
-    @property
-    def times(self) -> int:
-        """How many measurements say what it takes."""
-        return max(1, min(len(self._first) + self._counted, _LAST))
-
-    def append(self, seconds: float, *, counts: bool = True) -> None:
-        """``counts``: it says more than those before. (Of the first few each does.)"""
-        if len(self._first) < _KNOWN:
-            self._first.append(seconds)
-            self.seconds = median(self._first) if len(self._first) > _HARDLY else min(self._first)
-        elif counts and self.seconds > 0.0:
-            self._counted += 1
-            error = min(max(seconds / self.seconds, 1.0 / _OUTLIER), _OUTLIER)
-            self.seconds *= error ** (1.0 / min(_KNOWN + self._counted, _LAST))
-
-    def begin(self, seconds: float) -> None:
-        """It is thought to be so before it is measured."""
-        self.seconds, self._first = seconds, [seconds] * _KNOWN
-
-    def fade(self) -> None:
-        """All was long ago: the next measurement counts for as much as what is known, and the less of the two holds."""
-        if self._first:
-            self.faded, self._first, self._counted = True, [self.seconds], 0
 
 
 class Step(NamedTuple):
@@ -308,10 +265,10 @@ class Costs:
         if (typical := self._typicals.get(step)) is None:
             typical = self._typicals[step] = self._begun(*step)
         if telling:
-            if len(typical) >= _KNOWN:
+            if len(typical) >= KNOWN:
                 self._tempo.record(seconds, typical.seconds)
             counts, self._last = step != self._last, step
-        if counts or telling or len(typical) < _HARDLY:
+        if counts or telling or len(typical) < HARDLY:
             typical.append(seconds / self._tempo.slowness, counts=counts)
         self._pay(step, times)
 
@@ -336,10 +293,12 @@ class Costs:
         """That of a step, which is thought to take what it does on the contexts nearest to these, if it is known
         there: what they differ in shows, and is less than a few measurements err."""
         typical, table = self._typical(part, rows, bucket, width), self._tables[part]
-        places = [place for place, widths in table.items() if place[0] == rows and len(widths.get(width, ())) >= _KNOWN]
+        places = [place for place, widths in table.items() if place[0] == rows and len(widths.get(width, ())) >= KNOWN]
         if places and not typical:
             near = min(places, key=lambda place: (abs(place[1] - bucket), place))
-            typical.begin(table[near][width].seconds * _ratio(self._seconds(part, rows, bucket), self._seconds(part, *near)))
+            typical.begin(
+                table[near][width].seconds * _ratio(self._seconds(part, rows, bucket), self._seconds(part, *near))
+            )
         return typical
 
     def _known(self, part: str, rows: int, bucket: int) -> dict[int, float]:

@@ -29,6 +29,7 @@ class Purpose(IntEnum):
 
 _OF_A_ROUND = Purpose.DRAFT, Purpose.ACCEPT, Purpose.FINAL
 
+
 class Noise:
     """The noise of one answer: Philox4x64-10 (Salmon et al. 2011), key = (seed, stream), counter = (position, purpose).
 

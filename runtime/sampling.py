@@ -294,7 +294,7 @@ def draw(law: Probs, uniform: float) -> int:
 
 
 def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
-    """``draw``, and the total. A long law is summed in blocks: adding up one by one, the numbers wait for each other."""
+    """``draw``, and the total. A long law is summed in blocks: one by one, the numbers wait for each other."""
     if law.size <= SHORT:
         sums = law.cumsum()
         total = float(sums[-1])

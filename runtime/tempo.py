@@ -8,7 +8,7 @@ import math
 _GAIN = 0.5  # of what a step took unusually long, the share that is the device's doing at once
 _MOST = 0.5  # what counts of it, as a logarithm: one outlier says little
 _MANY = 50
-_FIRST_SCATTER, _BELIEVED = 0.3, 5  # of a shared machine; as many steps' worth
+_FIRST_SCATTER, _BELIEVED = 0.1, 5  # of a shared machine; as many steps' worth
 
 
 class Tempo:

@@ -95,7 +95,9 @@ class Tuner:
 
     def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
         """Measure with ``rows`` rows a step on ``prompts``; ``draft`` instead of the bundle's own."""
-        sweep = self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
+        sweep = (
+            self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
+        )
         settings = replace(self.settings, ignore_eos=True)
         groups = grouped(prompts, rows)
         stats: list[Stats] = []

@@ -7,7 +7,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import next_length
 
-from leadout.runtime import costs, decoder, policy
+from leadout.runtime import costs, decoder, policy, typical
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         "what is known is measured again", costs.Costs, "first_length", "[near] if near in lacking else []", "[near]"
     ),
-    Mutant("what was long ago outvotes what is", costs.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
+    Mutant("what was long ago outvotes what is", typical.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
     Mutant(
         "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),
