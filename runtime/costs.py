@@ -20,7 +20,7 @@ LONGEST_FIRST = max(_FIRST_ALONE[0])
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.
 _STALE, _DOUBLINGS = 256, 4
-_BELIEVED = 3  # what a table on disk counts for, in measurements: four newer ones outvote it
+_BELIEVED = 3  # what a table on disk counts for, in measurements
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
@@ -62,10 +62,11 @@ class Cost:
 class Costs:
     """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
     logits, of which there are as many) by rows, context and width, one without a draft when no draft model has run for
-    a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), one step
-    of the draft by rows and context, a token of text that a draft had missed while others drafted, and the host's part
-    of a round by rows. Recording is cheap, for every round does it; looking up is not. What is not known of a place in
-    the table is taken from the nearest places that were measured, scaled by what both know."""
+    a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), a draft
+    by rows, context and length, a token of text that a draft had missed while others drafted, and the host's part of a
+    round by rows; all as if the device were always as fast (``Tempo``). Recording is cheap, for every round does it;
+    looking up is not. What is not known of a place in the table is taken from the nearest places that were measured,
+    scaled by what both know."""
 
     def __init__(self, known: Iterable[Cost] = (), tempo: Tempo | None = None) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one
@@ -245,6 +246,7 @@ class Costs:
             for part, table in sorted(self._tables.items())
             for (rows, bucket), widths in sorted(table.items())
             for width, typical in sorted(widths.items())
+            if typical
         ]
 
     def _record(
