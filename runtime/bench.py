@@ -238,7 +238,7 @@ class Bench:
         }
 
     def _costs(self) -> dict[str, Any]:
-        """Milliseconds a step (medians, in the loop) of so many rows as a group has, by what a round needs."""
+        """Milliseconds a step (typically, in the loop) of so many rows as a group has, by what a round needs."""
         rows, costs, plain = self.batch_size, self.speculative.costs, self.plain.costs
         widths = sorted({step.width for step in costs.counts if step.part == "target"})
         target = {1: 1e3 * (plain.plain(rows, 1) or 0.0)}

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 
 import pytest
+from support_runtime import collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import next_length
 
-from leadout.runtime import costs, policy, tempo, typical
+from leadout.runtime import cascade, costs, policy, tempo, typical
 from leadout.runtime.costs import Costs
+from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.settings import Settings
 from leadout.runtime.tempo import Tempo
 from leadout.runtime.typical import KNOWN, Typical
 from leadout.runtime.verify import happened
+from leadout.runtime.vigil import Vigil
 
 STEP, TOKEN, FIRST, MORE, PLAIN = 1.0, 0.1, 0.3, 0.15, 0.9
 
@@ -178,6 +182,35 @@ def doubt_ends_with_comparisons():
     assert table.doubt(16) > doubts[-1], "of batches nothing is known"
 
 
+def what_is_timed_outside_counts_at_the_usual_pace():
+    table = known()
+    for _ in range(40):
+        drafted(table, 3, 3.0)
+    pace = Pace(table)
+    pace.told([], 20, 60.0)
+    assert pace._reading == pytest.approx(1.0, rel=0.15)
+    settled = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Costs, "usual", lambda self, seconds: 7.0)
+        patch.setattr(Vigil, "settle", lambda self, saved, spent, *, chosen: settled.append(spent))
+        collect(Decoder(*toy_pair()).decode([([1, 2] * 4, Settings(draft="auto", max_new_tokens=30))]), 1)
+    assert set(settled) == {7.0}
+
+
+def a_bill_gives_the_benefit_of_the_doubt():
+    def saved(doubt):
+        table, recorded = known(), []
+        table.doubt = lambda rows: doubt
+        pace = Pace(table)
+        request = AutoLength(pace)
+        request.bill.record = recorded.append
+        pace.settle([request], [3], 2, 0)
+        return recorded[0], pace.seconds_without_draft(1)[0]
+
+    (without, plain), (with_it, _) = saved(0.0), saved(0.5)
+    assert with_it - without == pytest.approx(0.5 * 3 * plain)
+
+
 CHECKS = [
     what_slows_all_steps_changes_no_price,
     a_step_that_got_dearer_beside_the_others_is_found_out,
@@ -190,6 +223,8 @@ CHECKS = [
     tables_of_one_tempo_can_be_compared,
     little_doubt_does_not_begin_a_rest,
     doubt_ends_with_comparisons,
+    what_is_timed_outside_counts_at_the_usual_pace,
+    a_bill_gives_the_benefit_of_the_doubt,
 ]
 C, RECORD = costs.Costs, (costs.Costs, "_record")
 MUTANTS = [
@@ -212,6 +247,11 @@ MUTANTS = [
     Mutant("a slow round is as cheap", C, "_pay", "times * self._tempo.slowness", "times"),
     Mutant("every table has its tempo", C, "__init__", "tempo or Tempo()", "Tempo()"),
     Mutant("no doubt", policy.Pace, "_speeds", "(1.0 + self.costs.doubt(rows))", "1.0"),
+    Mutant("no doubt about a bill", policy.Pace, "settle", "1.0 + self.costs.doubt(self.rows)", "1.0"),
+    Mutant(
+        "a slow reading is a dear one", policy.Pace, "told", "self.costs.usual(seconds) / tokens", "seconds / tokens"
+    ),
+    Mutant("slow guesses are dear ones", cascade.Cascade, "take", "self._pace.costs.usual(self._spent)", "self._spent"),
     Mutant("doubt stays", C, "doubt", "self._compared[rows.bit_length()]", "1"),
     Mutant(
         "every plain step is a comparison", C, "record_target", "(self._last is None or self._last[0] != part)", "True"
