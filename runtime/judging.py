@@ -23,17 +23,18 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
-    def p(i: int) -> Probs:  # the last row is drawn from and no more: any factor of it will do
+    def one(i: int) -> Probs:  # the last row is drawn from and no more: any factor of it will do
         law = sampler.chain.distribution if i < len(x) else sampler.chain.masses
         return law(logits[i], x[:i])
 
     def pick(law: Probs) -> int:
         return draw(law, final)
 
-    if draft.q is None:
-        return verify.rejection(x, None, p, coins, pick)
-    verdict = verify.block if sampler.rule == "block" else verify.rejection
-    return verdict(x, draft.q, sampler.chain.distributions(logits, x).__getitem__, coins, pick)
+    laws = None if draft.q is None else sampler.chain.distributions(logits, x)
+    p = one if laws is None else laws.__getitem__
+    if sampler.rule == "block" and draft.q is not None:
+        return verify.block(x, draft.q, p, coins, pick)
+    return verify.rejection(x, draft.q, p, coins, pick)
 
 
 def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> verify.Verdict:

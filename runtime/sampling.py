@@ -127,13 +127,13 @@ class Chain:
         probs /= np.add.reduce(probs)
         return probs
 
-    def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs]:
-        """``distribution(logits[i], drafted[:i])`` of i = 0..len(drafted), for ``logits`` [> len(drafted), V]: short
-        rows all at once, for a call that finds nothing in the cache takes longer than its numbers."""
-        count = len(drafted) + 1
+    def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs] | None:
+        """``distribution(logits[i], drafted[:i])`` of i = 0..len(drafted), for ``logits`` [> len(drafted), V], of short
+        rows: a call that finds nothing in the cache takes longer than its numbers. None where a row is too dear to be
+        worked out before somebody asks for it."""
         if not isinstance(logits, np.ndarray) or logits.shape[-1] > SHORT or not self.is_plain(()):
-            return [self.distribution(logits[i], drafted[:i]) for i in range(count)]
-        rows = logits[:count]
+            return None
+        rows = logits[: len(drafted) + 1]
         tops = np.maximum.reduce(rows, axis=1, keepdims=True)
         if not math.isfinite(np.add.reduce(tops, axis=None)):
             raise not_finite()

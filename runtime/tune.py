@@ -91,13 +91,14 @@ class Tuner:
         self._given, self._longest, self._tempo = settings, longest_context, Tempo()
         plainly = Costs(tempo=self._tempo)
         self._bare, self._plain = plain, Decoder(plain or pair.target, None, exact=False, costs=plainly)
-        self._sweep = Sweep(pair.target, pair.draft, exact=pair.exact, tempo=self._tempo)
+        self._sweep = self._sweep_of(pair.draft)
+
+    def _sweep_of(self, draft: Engine) -> Sweep:
+        return Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
 
     def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
         """Measure with ``rows`` rows a step on ``prompts``; ``draft`` instead of the bundle's own."""
-        sweep = (
-            self._sweep if draft is None else Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
-        )
+        sweep = self._sweep if draft is None else self._sweep_of(draft)
         settings = replace(self.settings, ignore_eos=True)
         groups = grouped(prompts, rows)
         stats: list[Stats] = []

@@ -50,6 +50,23 @@ def test_long_rows_that_are_no_numbers_are_an_engine_error(bad: float) -> None:
             sampler.chain.distribution(logits) if rule == "rejection" else sampler.choose(logits, [], 0)
 
 
+def test_only_short_rows_are_worked_out_before_somebody_asks() -> None:
+    """A rejection at the first of many long rows leaves the others alone; so does a law that depends on the draft."""
+    rows = np.random.default_rng(4).normal(size=(4, 50)).astype(np.float32)
+    chain = Chain(Settings(temperature=0.7), 50, [], ())
+    found = chain.distributions(rows, [1, 2, 3])
+    assert found is not None and len(found) == 4
+    for law, logits in zip(found, rows, strict=True):
+        np.testing.assert_allclose(law, chain.distribution(logits), rtol=1e-14)
+    assert Chain(Settings(temperature=0.7), VOCAB, [], ()).distributions(np.stack([row(1.0)] * 4), [1, 2, 3]) is None
+    for options in ({"presence_penalty": 0.5}, {"top_p": 0.9}, {"min_new_tokens": 2}):
+        changed = Chain(Settings(temperature=0.7, **options), 50, [], {1})  # type: ignore[arg-type]
+        assert changed.distributions(rows, [1, 2, 3]) is None
+    rows[2, 7] = np.nan
+    with pytest.raises(EngineError, match="NaN"):
+        chain.distributions(rows, [1, 2, 3])
+
+
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 10.0])
 def test_the_nucleus_of_a_flat_row_is_exact(spread: float, top_p: float) -> None:
