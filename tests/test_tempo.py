@@ -9,12 +9,15 @@ from support_runtime import collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import next_length
 
+import leadout
 from leadout.runtime import cascade, costs, policy, tempo, typical
+from leadout.runtime.bench import Bench
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
 from leadout.runtime.tempo import Tempo
+from leadout.runtime.tune import Tuner
 from leadout.runtime.typical import KNOWN, Typical
 from leadout.runtime.verify import happened
 from leadout.runtime.vigil import Vigil
@@ -197,6 +200,25 @@ def what_is_timed_outside_counts_at_the_usual_pace():
     assert set(settled) == {7.0}
 
 
+def slow_for_long():
+    """What is known of a device that is three times as slow as when it was measured."""
+    table = known()
+    for _ in range(400):
+        drafted(table, 3, 3.0)
+    return table
+
+
+def a_table_on_disk_is_of_an_average_minute():
+    again = Costs(slow_for_long().measured())
+    assert again.target(1)[4] == pytest.approx(3.0 * (STEP + 3 * TOKEN), rel=0.15)
+
+
+def what_was_missed_is_what_the_slow_device_took_longer():
+    table = slow_for_long()
+    table.record_draft(1, 3, 3.0 * (FIRST + 2 * MORE + 10 * 0.05), lag=12)
+    assert table.catch_up(1, 12) == pytest.approx(10 * 0.05, rel=0.25)
+
+
 def a_bill_gives_the_benefit_of_the_doubt():
     def saved(doubt):
         table, recorded = known(), []
@@ -225,6 +247,8 @@ CHECKS = [
     doubt_ends_with_comparisons,
     what_is_timed_outside_counts_at_the_usual_pace,
     a_bill_gives_the_benefit_of_the_doubt,
+    a_table_on_disk_is_of_an_average_minute,
+    what_was_missed_is_what_the_slow_device_took_longer,
 ]
 C, RECORD = costs.Costs, (costs.Costs, "_record")
 MUTANTS = [
@@ -247,6 +271,10 @@ MUTANTS = [
     Mutant("a slow round is as cheap", C, "_pay", "times * self._tempo.slowness", "times"),
     Mutant("every table has its tempo", C, "__init__", "tempo or Tempo()", "Tempo()"),
     Mutant("no doubt", policy.Pace, "_speeds", "(1.0 + self.costs.doubt(rows))", "1.0"),
+    Mutant(
+        "tables on disk are of the first minute", C, "measured", "typical.seconds * self._tempo.mean", "typical.seconds"
+    ),
+    Mutant("a slow draft missed much", C, "record_draft", "known * self._tempo.slowness", "known"),
     Mutant("no doubt about a bill", policy.Pace, "settle", "1.0 + self.costs.doubt(self.rows)", "1.0"),
     Mutant(
         "a slow reading is a dear one", policy.Pace, "told", "self.costs.usual(seconds) / tokens", "seconds / tokens"
@@ -267,3 +295,13 @@ def test_healthy_code_passes(check):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_mutant_is_killed(mutant, monkeypatch):
     must_die(mutant, [lambda patch, check=check: check() for check in CHECKS], monkeypatch)
+
+
+def test_who_is_compared_shares_a_tempo(tiny_bundle):
+    """What bench and tune decode plainly and what they speculate with run in turns on one device."""
+    with leadout.load(tiny_bundle) as pair:
+        bench, tuner = Bench(pair, {}), Tuner(pair, {})
+        sides = bench.plain, bench.speculative, bench.single
+        assert len({id(decoder.costs._tempo) for decoder in sides}) == 1
+        sweeps = tuner._plain, tuner._sweep, tuner._sweep_of(pair.draft)
+        assert len({id(decoder.costs._tempo) for decoder in sweeps}) == 1
