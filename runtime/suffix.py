@@ -10,25 +10,27 @@ from .free import Step
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
 _HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
 _END = -1  # stands between the texts of a pool: no token, so no match runs across it
-# A guess's class: how often it was seen to follow (once, two or three times, more often), how long the match before it
-# is, the tokens guessed before it included (1, 2-3, 4-7, 8-15, 16-31 and more), and whether most of that was guessed.
-_CERTAINTIES, _LENGTHS = 3, 6
+# A guess's class: how long the match before it is, the tokens guessed before it included (1, 2-3, 4-7, 8-15, 16-31 and
+# more), how many of the next three shorter matches were followed by something else (none, one, more), and how often it
+# was seen to follow (once, two or three times, more often).
+_LENGTHS, _DISSENTERS, _CERTAINTIES = 6, 3, 3
+_ASKED = 3
 # Counted on 36 files of Python's standard library, class by class, rounded; where a record starts from.
 _OWN = (
-    *(0.15, 0.40, 0.80),
-    *(0.45, 0.70, 0.95),
-    *(0.60, 0.80, 0.95),
-    *(0.70, 0.90, 0.97),
-    *(0.85, 0.95, 0.97),
-    *(0.90, 0.95, 0.97),
+    *(0.20, 0.40, 0.65, 0.20, 0.40, 0.65, 0.20, 0.40, 0.65),
+    *(0.50, 0.75, 0.90, 0.30, 0.50, 0.65, 0.25, 0.35, 0.60),
+    *(0.72, 0.86, 0.93, 0.58, 0.76, 0.84, 0.38, 0.58, 0.67),
+    *(0.86, 0.93, 0.97, 0.73, 0.81, 0.90, 0.60, 0.70, 0.76),
+    *(0.93, 0.95, 0.97, 0.84, 0.95, 0.97, 0.74, 0.83, 0.95),
+    *(0.96, 0.98, 0.98, 0.92, 0.92, 0.97, 0.85, 0.85, 0.95),
 )
 _EARLIER = (
-    *(0.05, 0.10, 0.25),
-    *(0.15, 0.40, 0.50),
-    *(0.40, 0.70, 0.70),
-    *(0.75, 0.85, 0.97),
-    *(0.90, 0.97, 0.97),
-    *(0.95, 0.95, 0.97),
+    *(0.04, 0.10, 0.20, 0.04, 0.10, 0.20, 0.04, 0.10, 0.20),
+    *(0.19, 0.29, 0.54, 0.11, 0.22, 0.39, 0.09, 0.15, 0.40),
+    *(0.60, 0.76, 0.88, 0.36, 0.46, 0.66, 0.17, 0.20, 0.45),
+    *(0.90, 0.95, 0.95, 0.80, 0.70, 0.90, 0.55, 0.50, 0.60),
+    *(0.97, 0.95, 0.97, 0.95, 0.85, 0.95, 0.84, 0.90, 0.90),
+    *(0.97, 0.97, 0.97, 0.95, 0.95, 0.95, 0.80, 0.85, 0.90),
 )
 
 
@@ -71,6 +73,15 @@ class SuffixAutomaton:
         state = self.next[state].get(token, -1)
         return (state, matched + 1) if state >= 0 else (0, 0)
 
+    def dissenters(self, state: int, token: int) -> int:
+        """How many of the next three shorter contexts than ``state`` something else than ``token`` followed."""
+        dissent = 0
+        for _ in range(_ASKED):
+            if (state := self.link[state]) <= 0:
+                break
+            dissent += self.successor[state] != token
+        return dissent
+
     def _learn(self, token: int) -> None:
         state = self.last
         for _ in range(_HOPS):
@@ -105,9 +116,11 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
 
-def _evidence(found: int, matched: int, confidence: int) -> int:
-    length = min(matched.bit_length(), _LENGTHS) - 1 + (_LENGTHS if matched >= 2 * found else 0)
-    return _CERTAINTIES * length + min(confidence.bit_length(), _CERTAINTIES) - 1
+def _evidence(matched: int, dissenters: int, confidence: int) -> int:
+    length = min(matched.bit_length(), _LENGTHS) - 1
+    return _CERTAINTIES * (_DISSENTERS * length + min(dissenters, _DISSENTERS - 1)) + (
+        min(confidence.bit_length(), _CERTAINTIES) - 1
+    )
 
 
 class Cursor:
@@ -121,9 +134,9 @@ class Cursor:
         self.state, self.matched = self.automaton.step(self.state, self.matched, token)
 
     def steps(self) -> Iterator[Step]:
-        """What followed there, and what followed that, with a class by length and certainty of each match. Where the
-        text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
-        automaton, state, matched, found = self.automaton, self.state, self.matched, self.matched
+        """What followed there, and what followed that, with a class by length and certainty of each match and by who
+        agrees. Where the text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
+        automaton, state, matched = self.automaton, self.state, self.matched
         successor, confidence = automaton.successor, automaton.confidence
         while True:
             while successor[state] < 0 and state:
@@ -134,14 +147,14 @@ class Cursor:
             if not state:
                 return
             token = successor[state]
-            yield token, _evidence(found, matched, confidence[state])
+            yield token, _evidence(matched, automaton.dissenters(state, token), confidence[state])
             state, matched = automaton.next[state][token], matched + 1
 
 
 class OwnText:
     """The free drafter over a row's own prompt and output, the last one to two ``window`` tokens of it."""
 
-    name, prior = "suffix", 2 * _OWN
+    name, prior = "suffix", _OWN
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window, self._taken = window, 0
@@ -197,7 +210,7 @@ class SuffixPool:
 class EarlierTexts:
     """The free drafter over a pool. What it knows is what there was when the row began, and what joins that."""
 
-    name, prior = "suffix", 2 * _EARLIER
+    name, prior = "suffix", _EARLIER
 
     def __init__(self, pool: SuffixPool) -> None:
         self._pool, self._taken = pool, 0

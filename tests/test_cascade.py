@@ -229,7 +229,7 @@ def test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(monkeyp
     monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.35))
     law = mixed_law(table_law(9, order=1, sharpness=4.0), table_law(9, seed=1, sharpness=4.0), 0.3)
     target, twin = (ToyEngine(law, 9, max_context=256) for _ in range(2))  # it repeats, yet depends on the whole text
-    lengths = (90, 20, 60, 120, 35)
+    lengths = (90, 20, 60, 35, 120)
     sampling = {"draft": "auto", "temperature": 0.4}
     batch = [([1, 2, 3, i], Settings(max_new_tokens=n, seed=i, **sampling)) for i, n in enumerate(lengths)]
     _, _, stats = decode(batch, pair=(target, twin), eos=())

@@ -44,17 +44,29 @@ class Naive:
     def shorter(self, end, whole):
         return not end or self.ends[end] != self.ends[whole]
 
+    def next_shorter(self, matched):
+        """The longest end of ``matched`` that stands elsewhere, too."""
+        return next(matched[i:] for i in range(1, len(matched) + 1) if self.shorter(matched[i:], matched))
+
+    def dissenters(self, matched, token):
+        count = 0
+        for _ in range(3):
+            matched = self.next_shorter(matched)
+            if not matched:
+                break
+            count += self.known[matched][0] != token
+        return count
+
     def continuation(self, matched, longest):
         """What followed ``matched``; where nothing ever did, its longest end that stands elsewhere goes on."""
-        out, found = [], len(matched)
+        out = []
         while len(out) < longest:
             while matched and matched not in self.known:
-                whole = matched
-                matched = next(whole[i:] for i in range(1, len(whole) + 1) if self.shorter(whole[i:], whole))
+                matched = self.next_shorter(matched)
             if not matched or self.known[matched][0] < 0:
                 break
             token, confidence = self.known[matched]
-            out.append((token, suffix._evidence(found, len(matched), confidence)))
+            out.append((token, suffix._evidence(len(matched), self.dissenters(matched, token), confidence)))
             matched += (token,)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import islice, pairwise
 
 import numpy as np
@@ -71,14 +72,18 @@ def test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1():
     assert expected[16] < 1 + sum(0.92**n for n in range(1, 17)), "what is promised is hardly more"
 
 
-def test_a_match_that_is_mostly_guessed_is_evidence_of_its_own():
+def test_who_disagrees_is_evidence_of_its_own():
     drafter = suffix.OwnText()
-    drafter.take([*range(40), 99, *range(5)])
-    classes = [evidence for _, evidence in islice(drafter.steps(), 30)]
-    half = len(drafter.prior) // 2
-    assert [each >= half for each in classes] == [False] * 5 + [True] * 25, "5 were found"
-    assert drafter.prior[:half] == drafter.prior[half:]
-    assert {each - half for each in classes[5:10]} < set(range(half))
+    drafter.take([1, 2, 3, 4, 5, 8, 3, 4, 6, 8, 4, 7, 8, 1, 2, 3, 4])
+    assert list(islice(drafter.steps(), 2)) == [
+        (5, suffix._evidence(4, 2, 1)),  # after 3, 4 came 6, after 4 alone 7
+        (8, suffix._evidence(5, 0, 1)),
+    ]
+    classes = [suffix._evidence(*each) for each in itertools.product((1, 2, 4, 8, 16, 32), (0, 1, 2), (1, 2, 4))]
+    assert classes == list(range(len(drafter.prior))), "longer matches, then dissent, then how often it followed"
+    assert suffix._evidence(99, 3, 99) == classes[-1]
+    agreed, disputed = (drafter.prior[suffix._evidence(8, dissenters, 1)] for dissenters in (0, 2))
+    assert agreed > disputed + 0.2
 
 
 def test_a_wide_step_counts_when_it_was_measured_twice():
@@ -108,7 +113,7 @@ CHECKS = (
     test_the_draft_model_drafts_no_more_than_16,
     test_text_that_repeats_is_written_in_steps_of_64_and_is_the_same,
     test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1,
-    test_a_match_that_is_mostly_guessed_is_evidence_of_its_own,
+    test_who_disagrees_is_evidence_of_its_own,
     test_a_wide_step_counts_when_it_was_measured_twice,
     test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_row,
 )
@@ -117,7 +122,10 @@ MUTANTS = (
     Mutant("16 at most", cascade_module.Cascade, "choose", "MAX_GUESS_LENGTH", "16"),
     Mutant("chances above 1", cascade_module, "corrected", "if factor < 1.0 else", "if True else"),
     Mutant("a corrected chance", cascade_module.Cascade, "_best_guess", "corrected(survival / before, factor)", "1.0"),
-    Mutant("found or guessed", suffix, "_evidence", "matched >= 2 * found", "False"),
+    Mutant("who agrees", suffix.SuffixAutomaton, "dissenters", "!= token", "== token"),
+    Mutant("nobody disagrees", suffix, "_evidence", "min(dissenters, _DISSENTERS - 1)", "0"),
+    Mutant("any number of dissenters", suffix, "_evidence", "min(dissenters, _DISSENTERS - 1)", "dissenters"),
+    Mutant("the empty match is asked, too", suffix.SuffixAutomaton, "dissenters", "<= 0", "< 0"),
     Mutant("no bill beside a long guess", policy_module.Pace, "settle", "length > MAX_GUESS_LENGTH", "length > 16"),
     Mutant("a bad moment is for good", costs_module.Costs, "target", "width <= _NARROW or", "True or"),
     Mutant("what was measured alone is lost", costs_module.Costs, "target", "} or known", "}"),
