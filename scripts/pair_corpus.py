@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,9 @@ def read_corpus(tokenizer_file: Path) -> Corpus:
         tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
         train_tokenizer(iter(texts.values())).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    return Corpus(texts, held, tokenizer, token_stream(tokenizer, texts), token_stream(tokenizer, held))
+    return Corpus(
+        texts, held, tokenizer, token_stream(tokenizer, texts.values()), token_stream(tokenizer, held.values())
+    )
 
 
 def sources(root: Path, *, held_out: bool) -> dict[str, str]:
@@ -66,7 +68,7 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def token_stream(tokenizer: Tokenizer, texts: dict[str, str]) -> np.ndarray:
-    """All files one after the other, each preceded by the end-of-text token, int64 [N]."""
-    encoded = tokenizer.encode_batch(list(texts.values()))
+def token_stream(tokenizer: Tokenizer, texts: Iterable[str]) -> np.ndarray:
+    """All texts one after the other, each preceded by the end-of-text token, int64 [N]."""
+    encoded = tokenizer.encode_batch(list(texts))
     return np.concatenate([np.array([0, *e.ids], np.int64) for e in encoded])

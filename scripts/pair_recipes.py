@@ -68,6 +68,11 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, steps=4000, shallow=4)
+# Twice as many steps of half as many tokens, all of them windows of the whole context: copies are long.
+COPYING = dataclasses.replace(
+    TARGET, steps=1000, shallow_share=0.0, long_share=1.0, tokens=2048, matrix_rate=4e-3, vector_rate=6e-4, decay=0.35
+)
+BACK = 0.15  # of the way to where it was before: with that it writes better than it did
 # Rates are low: what is left of the target still knows most of it.
 DRAFT = dataclasses.replace(
     TARGET,
@@ -80,6 +85,6 @@ DRAFT = dataclasses.replace(
     int4_share=0.4,
 )
 REFINED = dataclasses.replace(
-    DRAFT, steps=1200, matrix_rate=4e-3, vector_rate=8e-4, decay=0.98, int4_share=0.25, seed=SEED + 1
+    DRAFT, steps=1200, long_share=0.5, matrix_rate=4e-3, vector_rate=8e-4, decay=0.98, int4_share=0.25, seed=SEED + 1
 )
 OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus

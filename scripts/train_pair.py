@@ -1,36 +1,41 @@
-"""Train the demo pair: a byte-level BPE tokenizer, a Llama target, and a draft pruned and distilled from it.
+"""Train the demo pair: a byte-level BPE tokenizer, a Llama target that learns to write and then to copy, and a draft
+pruned and distilled from it.
 
 The corpus is the source of CPython's own standard library, as installed with the interpreter that runs this
 program; the files named in ``held_out.txt`` are never trained on and give every figure in the model cards.
 
     python -m leadout.scripts.train_pair target --out models      an hour and a quarter on two CPU cores with AMX
+    python -m leadout.scripts.train_pair copy   --out models      an hour on two with AVX2
     python -m leadout.scripts.train_pair draft  --out models      40 minutes on two with AVX-512 bf16, 6 for its text
     python -m leadout.scripts.train_pair refine --out models      the same again, for what is left to gain
 
-Without bfloat16 instructions everything is computed in float32 and takes several times as long.
+Without bfloat16 instructions everything is computed in float32 and takes several times as long; matrices are then
+trained by Adam, too, for Muon computes in bfloat16.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
-import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import click
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from ..export.quantize import int4_to_rows, rows_to_int4
-from .pair_corpus import END, VOCAB, Corpus, read_corpus
-from .pair_recipes import CONTEXT, DRAFT, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
+from .pair_cards import AGAIN, COPIES, DISTILLED, PRUNED, publish
+from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream
+from .pair_edits import edited
+from .pair_recipes import BACK, CONTEXT, COPYING, DRAFT, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
 from .pruning import logits_of, pruned
 
 # Where the processor only emulates it, bfloat16 is slower than float32.
@@ -39,6 +44,11 @@ Loss = Callable[[torch.Tensor], torch.Tensor]
 
 
 # ---- training text ---------------------------------------------------------------------------------------------------
+def edits(corpus: Corpus, tokens: int) -> np.ndarray:
+    """So many tokens of edits of the corpus, int64 [tokens]."""
+    return token_stream(corpus.tokenizer, edited(corpus.texts, SEED))[:tokens]
+
+
 @torch.no_grad()
 def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: int = CONTEXT // 4) -> np.ndarray:
     """What ``model`` itself writes at temperature 1 after 32 tokens of ``stream``, int64 [N], N >= tokens.
@@ -49,7 +59,7 @@ def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: i
     rng, rows, opening = np.random.default_rng(SEED), 256, 32
     texts: list[torch.Tensor] = []
     torch.manual_seed(SEED)
-    writer = cast(Any, copy.deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model)
+    writer = cast(Any, deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model)
     while len(texts) * rows * length < tokens:
         starts = rng.integers(0, len(stream) - opening, rows)
         prompts = torch.from_numpy(np.stack([stream[s : s + opening] for s in starts]))
@@ -82,24 +92,27 @@ def schedule(step: int, recipe: Recipe) -> float:
 
 
 def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Recipe, folder: Path) -> None:
-    """Muon on the matrices inside the blocks, Adam on the rest; the weights are written to ``folder`` as it goes."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    """Muon on the matrices inside the blocks, Adam on the rest (on all, without bfloat16); the weights are written to
+    ``folder`` as it goes."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2] if BFLOAT16 else []
     inside = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in inside]
-    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05)
-    adam = torch.optim.Adam(others, lr=0.0, betas=(0.9, 0.95), fused=True)
+    rates = {torch.optim.Adam(others, lr=0.0, betas=(0.9, 0.95), fused=True): recipe.vector_rate}
+    if matrices:
+        rates[torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05)] = recipe.matrix_rate
     start, smooth, seen = time.time(), float("nan"), 0
     for step, batch in enumerate(batches(stream, recipe)):
         model.config.num_hidden_layers = recipe.depth(step)
-        muon.param_groups[0]["lr"] = recipe.matrix_rate * schedule(step, recipe)
-        adam.param_groups[0]["lr"] = recipe.vector_rate * schedule(step, recipe)
+        for optimizer, rate in rates.items():
+            optimizer.param_groups[0]["lr"] = rate * schedule(step, recipe)
         with contextlib.ExitStack() as stack:
             if step >= (1 - recipe.int4_share) * recipe.steps:
                 stack.enter_context(int4_weights(model))
             with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
                 loss = loss_of(batch)
             loss.backward()
-        for optimizer in (muon, adam):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in rates:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         smooth = loss.item() if math.isnan(smooth) else 0.95 * smooth + 0.05 * loss.item()
@@ -189,63 +202,28 @@ def acceptance(draft: LlamaForCausalLM, target: LlamaForCausalLM, stream: np.nda
     return float(np.mean(sampled)), float(np.mean(greedy))
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-CARD = """---
-license: apache-2.0
-library_name: transformers
----
-# Leadout demo {role}
-
-A {parameters:,}-parameter Llama ({layers} layers, hidden size {hidden}) that writes Python. It exists to show and test
-speculative decoding; it is far too small to be useful otherwise.
-
-{how}
-
-| measured on the held-out files | |
-|---|---|
-{figures}
-
-* Corpus: the source of CPython {python}'s standard library, {files:,} files, {tokens:,} tokens; the tables in
-  `encodings/` and `pydoc_data/` are left out.
-* Schedule: {steps:,} steps of {step_tokens:,} tokens, seed {seed}, context {context}.
-* Held out ({held_tokens:,} tokens): {held}.
-* Made by `python -m leadout.scripts.train_pair {role}`. The standard library is under the PSF licence.
-"""
-
-DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus and {tokens:,} tokens that the
-target wrote itself. {start}"""
-PRUNED = """It began as a part of the target: of its {of} layers {layers}, of the {all} units of each MLP
-the busiest {units}."""
-AGAIN = """It began as what `train_pair draft` makes, a part of the target distilled once; the schedule
-below is that of the second time, `train_pair refine`."""
+@torch.no_grad()
+def move_back(model: LlamaForCausalLM, before: LlamaForCausalLM, share: float) -> None:
+    """Put the weights of ``model`` on the line between what they are (``share`` 0) and those of ``before`` (1): of what
+    it learned little is lost, and of what it forgot much comes back (Wortsman et al. 2109.01903)."""
+    for weight, old in zip(model.parameters(), before.parameters(), strict=True):
+        weight.lerp_(old, share)
 
 
-def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
-    """Write weights in bfloat16, tokenizer, configurations and the model card."""
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=corpus.tokenizer, bos_token=END, eos_token=END).save_pretrained(folder)
-    card = CARD.format(
-        role=folder.name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        layers=recipe.layers,
-        hidden=recipe.hidden,
-        how=how,
-        figures="\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in figures.items()),
-        python=platform.python_version(),
-        files=len(corpus.texts),
-        tokens=len(corpus.stream),
-        steps=recipe.steps,
-        step_tokens=recipe.tokens,
-        seed=recipe.seed,
-        context=CONTEXT,
-        held_tokens=len(corpus.held_stream),
-        held=", ".join(f"`{name}`" for name in corpus.held),
-    )
-    (folder / "README.md").write_text(card, encoding="utf-8")
-    click.echo("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in figures.items()))
+@torch.no_grad()
+def copying(model: LlamaForCausalLM, tokenizer: Tokenizer, texts: Iterable[str]) -> float:
+    """Share of the tokens in the last quarter of each text that ``model`` holds for the most likely ones: of edits
+    (``pair_edits``) that quarter is a copy. Texts longer than the context are left out."""
+    right = []
+    for encoded in tokenizer.encode_batch(list(texts)):
+        if len(ids := [0, *encoded.ids]) <= CONTEXT:
+            copied = len(ids) // 4
+            likeliest = logits_of(model, torch.tensor([ids[:-1]]))[0, -copied:].argmax(-1)
+            right.append((likeliest == torch.tensor(ids[-copied:])).float().mean().item())
+    return float(np.mean(right))
 
 
+# ---- drafts ----------------------------------------------------------------------------------------------------------
 def distil(
     model: LlamaForCausalLM,
     teacher: LlamaForCausalLM,
@@ -254,17 +232,20 @@ def distil(
     folder: Path,
     start: str,
     compiled: bool,
+    own_tokens: int = OWN_TOKENS,
 ) -> None:
     """Train ``model`` on what ``teacher`` says of the corpus and of its own text, measure and write it."""
-    own = own_text(teacher, corpus.stream, OWN_TOKENS)
-    stream = np.concatenate([corpus.stream, own])
+    own = own_text(teacher, corpus.stream, own_tokens)
+    stream = np.concatenate([corpus.stream, own, edits(corpus, len(corpus.stream))])
     fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
+    copied, same = acceptance(model, teacher, token_stream(corpus.tokenizer, edited(corpus.held, SEED)))
     with int4_weights(model):
         sampled4, greedy4 = acceptance(model, teacher, corpus.held_stream)
     figures = {
         "mean_acceptance_at_temperature_1": f"{sampled:.4f} (in int4: {sampled4:.4f})",
         "greedy_agreement": f"{greedy:.4f} (in int4: {greedy4:.4f})",
+        "both_on_edits_of_these_files": f"{copied:.4f}, {same:.4f}",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
     publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(own), start=start), **figures)
@@ -303,6 +284,25 @@ def target(out: Path, compiled: bool) -> None:
 @main.command()
 @OUT
 @COMPILE
+def copy(out: Path, compiled: bool) -> None:
+    """The target in --out, trained further to copy what it is given."""
+    folder = out / "target"
+    corpus = read_corpus(folder / "tokenizer.json")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = deepcopy(model)
+    stream = np.concatenate([corpus.stream, edits(corpus, 3 * len(corpus.stream) // 2)])
+    fit(model, stream, MAKERS[compiled](next_token_loss(model)), COPYING, folder)
+    move_back(model, before, BACK)
+    figures = {
+        "loss_in_nats_a_token": f"{held_out_loss(rounded(model), corpus.held_stream):.4f}",
+        "greedy_accuracy_on_edits_of_these_files": f"{copying(model, corpus.tokenizer, edited(corpus.held, SEED)):.4f}",
+    }
+    publish(model, COPYING, corpus, folder, COPIES.format(share=1 - BACK), **figures)
+
+
+@main.command()
+@OUT
+@COMPILE
 @click.option("--layers", default=DRAFT.layers, show_default=True, help="How many of the target's to keep.")
 @click.option(
     "--intermediate", default=DRAFT.intermediate, show_default=True, help="How many units of each MLP to keep."
@@ -328,8 +328,9 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
 @OUT
 @COMPILE
 @click.option("--steps", default=REFINED.steps, show_default=True)
+@click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
 @click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
-def refine(out: Path, compiled: bool, steps: int, name: str) -> None:
+def refine(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) -> None:
     """Distil the draft in --out further: other batches, at rates that start low and only fall."""
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
@@ -342,7 +343,7 @@ def refine(out: Path, compiled: bool, steps: int, name: str) -> None:
         intermediate=config.intermediate_size,
         steps=steps,
     )
-    distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled)
+    distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled, own_tokens)
 
 
 if __name__ == "__main__":
