@@ -228,8 +228,8 @@ class Decoder:
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
-                took = perf_counter() - started
-                self.costs.record_draft(len(rows), model.steps, took, self._pace.past, model.lag)
+                took, past = perf_counter() - started, self._pace.past
+                self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.lag)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -298,7 +298,8 @@ class Decoder:
             width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify")
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
-            self.costs.record_target(len(rows), width, took, self._pace.past, drafts=drafted, modelled=modelled)
+            step = len(rows), width, took, self._pace.past
+            self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
                 tokens, lag = [verdict.accepted + 1 for verdict in verdicts], self._drafting.lag
                 self._pace.settle([row.policy for row in rows], tokens, max(lengths), lag)
@@ -314,7 +315,7 @@ class Decoder:
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            row.policy.observe(verdict.outcomes, draft.classes)
+            self._pace.ledger.note(row.policy.observe, verdict.outcomes, draft.classes)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.cascade is not None:
@@ -345,7 +346,9 @@ class Decoder:
                     if self._drafting is not None:
                         self._drafting.move(len(live), place)
                     live[place] = last
-        self.costs.record_host(len(rows), clock.charge([row.stats for row in rows]))
+        self._pace.ledger.note(self.costs.record_host, len(rows), clock.charge([row.stats for row in rows]))
+        if len(live) < len(rows):
+            self._pace.enter()
         return live
 
 

@@ -10,6 +10,7 @@ from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import LONGEST_FIRST, Costs
 from .free import Calibration
+from .ledger import Ledger
 from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .verify import Outcomes
@@ -35,6 +36,7 @@ class Pace:
         self.costs, self.narrowest = costs, narrowest
         self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
         self.bills = {False: Bill(), True: Bill()}
+        self.ledger = Ledger()
         self.rest = Rest()
         self.otherwise = 0.0  # tokens a second that guesses promise in this round; 0 where nobody guesses
         self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
@@ -53,9 +55,11 @@ class Pace:
         self._modelled: dict[int, list[float]] = {}
         self._first: dict[tuple[int, int], int | None] = {}
         self._plain: dict[tuple[int, int], bool] = {}
+        self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
 
     def start(self) -> None:
         """New requests begin: the switch is on. What was read for nothing is on the bill now."""
+        self.enter()
         self.rest.restart()
         bills, seconds = self._unused
         for bill in bills:
@@ -76,13 +80,22 @@ class Pace:
         if tokens >= _A_PROMPT or (tokens and not self._reading):
             self._reading = self.costs.usual(seconds) / tokens
 
+    def enter(self) -> None:
+        """Take in what rounds showed: now all estimates are of this minute."""
+        self.ledger.enter()
+        self._standing.clear()
+
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
-        draft lacks. Costs change slowly: those looked up serve for 8 rounds, and of rest for 32."""
+        draft lacks. Costs change slowly: those looked up serve for 8 rounds, and of rest for 32; a length that was
+        chosen for its speed serves until what rounds showed is entered."""
+        if self.ledger.tick():
+            self._standing.clear()
         if self.rest.resting:
             self.rest.tick(self.seconds_without_draft(self.rows)[0])
         self._round += 1
         self.past, self._lag = past, lag
+        self.ledger.due |= self._round < _FRESH
         fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
             for table in (self._steps, self._free, self._modelled):
@@ -124,19 +137,24 @@ class Pace:
     def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
         """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
         known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
-        if self._doubts(rows):
-            return 0
         place = min(limit, LONGEST_FIRST), rows
-        if place not in self._first:
-            self._first[place] = self.costs.first_length(*place, self.narrowest, best)
-        return self._first[place]
+        if self._doubts(rows):
+            first: int | None = 0
+        elif place in self._first:
+            first = self._first[place]
+        else:
+            first = self._first[place] = self.costs.first_length(*place, self.narrowest, best)
+        self.ledger.due |= first is not None
+        return first
 
     def wants_plain(self, limit: int, rows: int) -> bool:
         """Whether a step without any draft is to be measured next, whoever might draft."""
         place = min(limit, LONGEST_FIRST), rows
         if place not in self._plain:
             self._plain[place] = self.costs.first_length(*place, self.narrowest) == 0
-        return self._plain[place] or self._doubts(rows)
+        wants = self._plain[place] or self._doubts(rows)
+        self.ledger.due |= wants
+        return wants
 
     def _doubts(self, rows: int) -> bool:
         """Whether what a plain step takes decides whether to draft, and is hardly known."""
@@ -152,7 +170,11 @@ class Pace:
         self.otherwise = 0.0
         requests = zip(policies, limits, strict=True)
         auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
-        joint = self._joint(auto, rows) if auto else 0
+        place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in auto)
+        joint = self._length = self._standing.get(place, 0)
+        if auto and not joint:
+            joint = self._joint(auto, rows)
+            self._standing[place] = self._length
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
@@ -160,14 +182,16 @@ class Pace:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
         self._unused = [], 0.0
-        if self._measures or length > MAX_GUESS_LENGTH:
-            return
+        if not self._measures and length <= MAX_GUESS_LENGTH:
+            self.ledger.note(self._settle, bills_of(policies), tokens, length, lag, self.otherwise)
+
+    def _settle(self, bills: Sequence[Bill], tokens: Sequence[int], length: int, lag: int, otherwise: float) -> None:
         took = self.seconds(self.rows)[length] + self._catch_up(lag)
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
-        without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * self.otherwise)
+        without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * otherwise)
         without *= 1.0 + self.costs.doubt(self.rows)
-        for bill in bills_of(policies):
+        for bill in bills:
             bill.record(without - took)
 
     def watch(self, policies: Sequence[Policy], limits: Sequence[int]) -> Watch | None:
@@ -221,7 +245,7 @@ class Pace:
             return first
         if self.rest.resting:
             self.rest.attempt()
-            self.explores = True
+            self.explores = self.ledger.due = True
             return _PROBE_LENGTH
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)

@@ -38,6 +38,7 @@ def settled(pace, *promised):
     next_length(pace, request)
     for pace.otherwise in promised:
         pace.settle([request], [3], 2, 0)
+    pace.enter()
     return request, recorded
 
 
@@ -70,6 +71,7 @@ def amounts_are_right():
     request, recorded = settled(pace, 0.0, 2.0, 0.5)
     pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
     pace.settle([request], [3], 2, 12)
+    pace.enter()
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
     pace = a_pace(plain=0.8)
     assert settled(pace, 0.0, 2.0)[1] == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
@@ -83,6 +85,7 @@ def what_is_measured_is_on_no_bill():
     assert next_length(pace, request) > 0
     pace.settle([request], [1], 4, 0)
     pace.settle([FixedLength(4)], [1], 4, 0)
+    pace.enter()
     assert not recorded
 
 
@@ -96,6 +99,7 @@ def rows_of_one_kind_share_a_bill():
     recorded = []
     requests[0].bill.record = recorded.append
     pace.settle(requests[:2], [1, 1], 1, 0)
+    pace.enter()
     assert len(recorded) == 1
 
 
@@ -194,10 +198,10 @@ MUTANTS = [
     ),
     Mutant("few rounds tell as much as many", bill.Bill, "loses", "_FEW / max(1.0, self._rounds)", "0.0"),
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
-    Mutant("guesses are no alternative", policy.Pace, "settle", "step * self.otherwise", "0.0"),
-    Mutant("plain steps are as any", policy.Pace, "settle", "* plain /", "* step /"),
-    Mutant("what it missed is free", policy.Pace, "settle", "+ self._catch_up(lag)", ""),
-    Mutant("measuring is paid for", policy.Pace, "settle", "self._measures or", ""),
+    Mutant("guesses are no alternative", policy.Pace, "_settle", "step * otherwise", "0.0"),
+    Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
+    Mutant("what it missed is free", policy.Pace, "_settle", "+ self._catch_up(lag)", ""),
+    Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),

@@ -105,6 +105,7 @@ def test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_ro
     for length, counts in ((40, True), (MAX_GUESS_LENGTH + 1, False)):
         before = policy.bill._squares
         pace.settle([policy], [3], length, 1)
+        pace.enter()
         assert (policy.bill._squares != before) == counts, "a tree's nodes are no length"
 
 
@@ -126,7 +127,7 @@ MUTANTS = (
     Mutant("nobody disagrees", suffix, "_evidence", "min(dissenters, _DISSENTERS - 1)", "0"),
     Mutant("any number of dissenters", suffix, "_evidence", "min(dissenters, _DISSENTERS - 1)", "dissenters"),
     Mutant("the empty match is asked, too", suffix.SuffixAutomaton, "dissenters", "<= 0", "< 0"),
-    Mutant("no bill beside a long guess", policy_module.Pace, "settle", "length > MAX_GUESS_LENGTH", "length > 16"),
+    Mutant("no bill beside a long guess", policy_module.Pace, "settle", "length <= MAX_GUESS_LENGTH", "length <= 16"),
     Mutant("a bad moment is for good", costs_module.Costs, "target", "width <= _NARROW or", "True or"),
     Mutant("what was measured alone is lost", costs_module.Costs, "target", "} or known", "}"),
 )

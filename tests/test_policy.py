@@ -329,6 +329,7 @@ def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows, drafted):
     each = [AutoLength(pace) for _ in range(rows)]
     lengths = []
     for _ in range(16):
+        pace.tick()
         lengths += pace.lengths(each, [16] * rows, rows)[:1]
         for row in each:
             row.observe([(1.0, 0.0)] if lengths[-1] else [])

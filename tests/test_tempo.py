@@ -227,6 +227,7 @@ def a_bill_gives_the_benefit_of_the_doubt():
         request = AutoLength(pace)
         request.bill.record = recorded.append
         pace.settle([request], [3], 2, 0)
+        pace.enter()
         return recorded[0], pace.seconds_without_draft(1)[0]
 
     (without, plain), (with_it, _) = saved(0.0), saved(0.5)
@@ -275,7 +276,7 @@ MUTANTS = [
         "tables on disk are of the first minute", C, "measured", "typical.seconds * self._tempo.mean", "typical.seconds"
     ),
     Mutant("a slow draft missed much", C, "record_draft", "known * self._tempo.slowness", "known"),
-    Mutant("no doubt about a bill", policy.Pace, "settle", "1.0 + self.costs.doubt(self.rows)", "1.0"),
+    Mutant("no doubt about a bill", policy.Pace, "_settle", "1.0 + self.costs.doubt(self.rows)", "1.0"),
     Mutant(
         "a slow reading is a dear one", policy.Pace, "told", "self.costs.usual(seconds) / tokens", "seconds / tokens"
     ),
