@@ -72,10 +72,17 @@ def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
     than pays for all."""
     if not any(plan.drafts for plan in plans):
         return plans
-    with_model = _cut([plan.beside_model() for plan in plans], pace)
-    without = _cut([plan.without_model() for plan in plans], pace)
-    pace.otherwise = without[0]
-    return max(with_model, without, key=lambda found: found[0])[1]
+    speed, with_model = _cut([plan.beside_model() for plan in plans], pace)
+    pace.otherwise, without = _cut([plan.without_model() for plan in plans], pace)
+    promised = [plan.promises for plan in without]
+    alone = beside(pace.otherwise, worth(promised, BY_GUESSES), max(promised), pace)
+    return with_model if speed >= alone else without
+
+
+def beside(speed: float, tokens: float, written: float, pace: Pace) -> float:
+    """Tokens a second of a round without the draft model, which then lacks all that was ``written`` in a row of it:
+    what the model takes to catch up is of that round's making. ``speed`` is that of its ``tokens`` alone."""
+    return tokens / (tokens / speed + pace.catch_up(written + 1.0)) if speed else 0.0
 
 
 def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
@@ -227,7 +234,7 @@ class Cascade:
             forced = self._fixed is not None or promised == math.inf
             expected = () if forced or self._model is None else self._model.tokens
             guess, plan = self._plan, Plan("model", length=length, expected=expected)
-            better = promised > speed or not guess.tokens
+            better = not guess.tokens or promised > beside(speed, guess.promises, guess.promises, self._pace)
             self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
         return self._plan
 
@@ -255,13 +262,15 @@ class Cascade:
 
     def _savings(self, drafts: Sequence[int], tokens: int) -> float:
         """Seconds that the round was shorter for this row's drafts: what its tokens would have taken otherwise (the
-        row's share of such rounds), less its share of what a step as wide as this one takes longer. Steps alone: the
-        host's part is what asking makes longer."""
+        row's share of such rounds), less its share of what a step as wide as this one takes longer, and of what the
+        draft model, if it would have been asked, has to make up for. Steps alone: the host's part is what asking makes
+        longer."""
         rows, steps = len(drafts), self._pace.steps(len(drafts))
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        return gained * plain / rows - longer / (rows - drafts.count(0))
+        missed = self._pace.catch_up(tokens + 1) / rows if self._otherwise else 0.0
+        return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _settle_promises(self, new: Sequence[int]) -> None:
         """What became of the best guess, proposed or not, as far as the text went along with it."""

@@ -29,7 +29,7 @@ _PLAIN = 3
 _NO_WIDTH = 0  # where plain steps are counted among the widths
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
-_ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
+ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
 
 
@@ -119,10 +119,10 @@ class Costs:
         if not steps:
             return
         bucket = context_bucket(past)
-        if lag <= _ONE_STEP:
+        if lag <= ONE_STEP:
             self._record("draft", rows, bucket, steps, seconds, telling=True)
         elif known := self.drafts(rows, past)[steps]:
-            late = rows * (lag - _ONE_STEP)  # a step is a rectangle
+            late = rows * (lag - ONE_STEP)  # a step is a rectangle
             self._pay(("draft", rows, bucket, steps), 1)
             self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / late, late)
 
@@ -200,9 +200,9 @@ class Costs:
     def catch_up(self, rows: int, lag: int, guess: float = 0.0) -> float:
         """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks: ``guess`` for each
         while that was never measured."""
-        if lag <= _ONE_STEP:
+        if lag <= ONE_STEP:
             return 0.0
-        return rows * (lag - _ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
+        return rows * (lag - ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""

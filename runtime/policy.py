@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
-from .costs import LONGEST_FIRST, Costs
+from .costs import LONGEST_FIRST, ONE_STEP, Costs
 from .free import Calibration
 from .ledger import Ledger
 from .rest import Rest
@@ -53,6 +53,7 @@ class Pace:
         self._steps: dict[int, list[float]] = {}
         self._free: dict[int, list[float]] = {}
         self._modelled: dict[int, list[float]] = {}
+        self._missed: dict[int, float] = {}
         self._first: dict[tuple[int, int], int | None] = {}
         self._plain: dict[tuple[int, int], bool] = {}
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
@@ -79,6 +80,7 @@ class Pace:
         self._unused = bills_of(policies), self.costs.usual(seconds)
         if tokens >= _A_PROMPT or (tokens and not self._reading):
             self._reading = self.costs.usual(seconds) / tokens
+            self._missed.clear()
 
     def enter(self) -> None:
         """Take in what rounds showed: now all estimates are of this minute."""
@@ -98,7 +100,7 @@ class Pace:
         self.ledger.due |= self._round < _FRESH
         fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
-            for table in (self._steps, self._free, self._modelled):
+            for table in (self._steps, self._free, self._modelled, self._missed):
                 table.clear()
         if fresh or any(length is not None for length in self._first.values()):
             self._first.clear()
@@ -186,7 +188,7 @@ class Pace:
             self.ledger.note(self._settle, bills_of(policies), tokens, length, lag, self.otherwise)
 
     def _settle(self, bills: Sequence[Bill], tokens: Sequence[int], length: int, lag: int, otherwise: float) -> None:
-        took = self.seconds(self.rows)[length] + self._catch_up(lag)
+        took = self.seconds(self.rows)[length] + self.catch_up(lag)
         plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * otherwise)
@@ -222,12 +224,14 @@ class Pace:
         if self.idle(rows):
             return False
         seconds = self.seconds(rows)
-        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + self._catch_up(self._lag()))
+        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + self.catch_up(self._lag()))
 
-    def _catch_up(self, lag: int) -> float:
+    def catch_up(self, lag: float) -> float:
         """Seconds that the draft model takes for ``lag`` tokens that it lacks: as long as for those of a prompt while
         that was never measured."""
-        return self.costs.catch_up(self.rows, lag, self._reading)
+        if (each := self._missed.get(self.rows)) is None:
+            each = self._missed[self.rows] = self.costs.catch_up(self.rows, ONE_STEP + 1, self._reading)
+        return max(0.0, lag - ONE_STEP) * each
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0

@@ -70,6 +70,7 @@ def amounts_are_right():
     pace, took = a_pace(), 1.0 + 2 * (DRAFT + TOKEN)
     request, recorded = settled(pace, 0.0, 2.0, 0.5)
     pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
+    pace.tick()
     pace.settle([request], [3], 2, 12)
     pace.enter()
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
@@ -200,7 +201,7 @@ MUTANTS = [
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "_settle", "step * otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
-    Mutant("what it missed is free", policy.Pace, "_settle", "+ self._catch_up(lag)", ""),
+    Mutant("what it missed is free", policy.Pace, "_settle", "+ self.catch_up(lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),

@@ -15,7 +15,7 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Cascade, Commons, Plan, together
+from leadout.runtime.cascade import Cascade, Commons, Plan, beside, together
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
@@ -370,3 +370,36 @@ def test_who_must_ask_the_model_does_whatever_he_could_guess():
     assert forced.beside_model() == forced.without_model() == forced
     plans = together([forced, forced._replace(instead=None)], Pace(FixedCosts(per_draft=0.5)))
     assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
+
+
+def reading(price, **options):
+    """Costs where the draft model takes so long for a token that it lacks."""
+    table = FixedCosts(**options)
+    table.catch_up = lambda rows, lag, guess=0.0: price * rows * max(0, lag - 2)
+    return table
+
+
+def test_a_guess_pays_for_what_the_draft_model_then_lacks():
+    """A guess that promises a little more than the model does is not worth it where the model has to read it all."""
+    pace = Pace(reading(0.1))
+    assert beside(2.0, 3.0, 3.0, pace) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
+    assert beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
+    assert beside(0.0, 1.0, 1.0, pace) == 0.0
+    chosen = {}
+    for price in (0.0, 0.1, 1.0):
+        chooser, _ = cascade([7, 8, 9], costs=reading(price, per_draft=0.2), model=True, rate=0.75)
+        plan = choose(chooser, 8, 8)
+        chosen[price] = plan.by
+        assert plan.instead is not None and {plan.by, plan.instead.by} == {"fixed", "model"}
+    assert chosen[0.0] == "fixed" and chosen[1.0] == "model"
+
+
+def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
+    guess = Plan("suffix", (1, 2, 3), expected=(1.0, 1.9, 2.7, 3.4))
+    model = Plan("model", length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
+    chosen = {}
+    for price in (0.0, 0.04, 0.2):
+        pace = Pace(reading(price, per_draft=0.1))
+        pace.rows = 2
+        chosen[price] = [plan.by for plan in together([model, model], pace)]
+    assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2

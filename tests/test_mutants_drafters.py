@@ -143,7 +143,14 @@ def fixed_drafts_stay(monkeypatch):
         test_cascade.test_fixed_drafts_of_a_batch_are_never_cut(patch)
 
 
+def what_the_model_missed_is_paid_for(monkeypatch):
+    test_cascade.test_a_guess_pays_for_what_the_draft_model_then_lacks()
+    test_cascade.test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks()
+    test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
+
+
 CHECKS = [
+    what_the_model_missed_is_paid_for,
     fixed_drafts_stay,
     automata_hold,
     readers_find_their_place,
@@ -196,8 +203,8 @@ MUTANTS = [
     Mutant(
         "only text that was drafted is scored", cascade.Cascade, "observe", "each.score(new)", "each.score(fed[1:])"
     ),
-    Mutant("the model before any guess", cascade.Cascade, "choose", "promised > speed", "promised > 0"),
-    Mutant("the model never", cascade.Cascade, "choose", "promised > speed", "promised > 99"),
+    Mutant("the model before any guess", cascade.Cascade, "choose", "promised > beside(", "promised > 0 * beside("),
+    Mutant("the model never", cascade.Cascade, "choose", "promised > beside(", "promised > 99 + beside("),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
     Mutant("no try after a rest", cascade.Cascade, "_from_model", "self._pace.explores", "False"),
     Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "self._pace.explores", "True"),
@@ -220,6 +227,11 @@ MUTANTS = [
         "pass\n        return",
     ),
     Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
+    Mutant("guesses leave the model nothing to read", cascade, "beside", " + pace.catch_up(written + 1.0)", ""),
+    Mutant("a batch leaves it nothing to read", cascade, "together", "speed >= alone", "speed >= pace.otherwise"),
+    Mutant("one token a row is missed", cascade, "together", "max(promised)", "1.0"),
+    Mutant("what it missed is saved", cascade.Cascade, "_savings", " - missed", ""),
+    Mutant("it misses what it would not read", cascade.Cascade, "_savings", "if self._otherwise else 0.0", ""),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),

@@ -118,7 +118,7 @@ MUTANTS = [
         "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),
     Mutant("nothing is hoped for", policy.Pace, "_joint", "requests, rows, _HOPE", "requests, rows, -4.0"),
-    Mutant("what it missed is free until then", policy.Pace, "_catch_up", ", self._reading", ""),
+    Mutant("what it missed is free until then", policy.Pace, "catch_up", ", self._reading", ""),
     Mutant(
         "equal prompts are read anew",
         decoder.Decoder,

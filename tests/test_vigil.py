@@ -77,6 +77,11 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
+    chooser._pace.catch_up = lambda lag: 0.1 * (lag - 2)
+    assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
+    assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
+    chooser._otherwise = 0.0
+    assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4), "nobody would have read them"
 
 
 def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
