@@ -14,8 +14,9 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
+from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Cascade, Commons, Plan, beside, together
+from leadout.runtime.cascade import Cascade, Commons, Plan, together
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
@@ -382,9 +383,9 @@ def reading(price, **options):
 def test_a_guess_pays_for_what_the_draft_model_then_lacks():
     """A guess that promises a little more than the model does is not worth it where the model has to read it all."""
     pace = Pace(reading(0.1))
-    assert beside(2.0, 3.0, 3.0, pace) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
-    assert beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
-    assert beside(0.0, 1.0, 1.0, pace) == 0.0
+    assert cascade_module.beside(2.0, 3.0, 3.0, pace) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
+    assert cascade_module.beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
+    assert cascade_module.beside(0.0, 1.0, 1.0, pace) == 0.0
     chosen = {}
     for price in (0.0, 0.1, 1.0):
         chooser, _ = cascade([7, 8, 9], costs=reading(price, per_draft=0.2), model=True, rate=0.75)
@@ -401,5 +402,5 @@ def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
     for price in (0.0, 0.04, 0.2):
         pace = Pace(reading(price, per_draft=0.1))
         pace.rows = 2
-        chosen[price] = [plan.by for plan in together([model, model], pace)]
+        chosen[price] = [plan.by for plan in cascade_module.together([model, model], pace)]
     assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2
