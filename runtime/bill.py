@@ -7,15 +7,23 @@ import math
 _DECAY = 0.98  # per round in which it drafted: about the last 50 count
 _SURE = 1.5  # standard errors
 _FEW = 4  # rounds that say nothing yet: three misses in a row are no verdict
+TRIAL = _FEW + 1  # rounds after which one that only loses is known to
 
 
 class Bill:
     """What the rounds in which the draft model proposed saved, in seconds, all told: over what their tokens would have
     taken without it, less what they took, the text that it had missed included. What a single choice leaves out shows
     here: a draft that is asked here and there reads all that others wrote, and the rounds that promised most kept
-    least."""
+    least.
+
+    Where it loses nobody drafts, so nothing could ever show that it was wrong: by prices, perhaps, that were taken in a
+    bad moment. A try therefore begins a new one (``clear``)."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """What was seen counts no more."""
         self._saved = self._squares = self._rounds = 0.0
 
     def record(self, saved: float) -> None:
@@ -23,6 +31,11 @@ class Bill:
         self._saved = _DECAY * self._saved + saved
         self._squares = _DECAY * self._squares + saved * saved
         self._rounds = _DECAY * self._rounds + 1.0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there are too few rounds on it for a verdict."""
+        return self._rounds < _FEW
 
     @property
     def loses(self) -> bool:

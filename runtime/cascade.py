@@ -12,7 +12,8 @@ from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
-from .policy import BY_DRAFTS, BY_GUESSES, AutoLength, Pace, cap, pays, worth
+from .gain import BY_DRAFTS, BY_GUESSES, cap, pays, worth
+from .policy import AutoLength, Pace
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .siblings import SiblingsDrafter

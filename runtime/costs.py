@@ -100,7 +100,7 @@ class Costs:
         part, place = ("plain", (size, _NO_WIDTH)) if plain else ("target", (size, width))
         if place in self._used and self._stale(place):
             self._renewed[place] += 1
-            self._typical(part, rows, bucket, width).fade()
+            self._typical(part, rows, bucket, width).fade(even=plain)  # one too short would end all drafting
         self._modelled |= modelled
         telling = plain or modelled or not self._modelled  # else weights are on their way back into a cache
         self._compared[size] += plain and (self._last is None or self._last[0] != part)

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from .acceptance import PRIOR_WEIGHT, Acceptance
-from .bill import Bill
+from .bill import TRIAL, Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import LONGEST_FIRST, ONE_STEP, Costs
 from .free import Calibration
+from .gain import BY_DRAFTS, pays, worth
 from .ledger import Ledger
 from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
@@ -19,11 +20,6 @@ _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a re
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
-# What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
-# and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
-# draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
-BY_DRAFTS, BY_GUESSES = 0.8, 0.5
-_MARGIN = 1.25
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
@@ -69,10 +65,14 @@ class Pace:
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
-        ``tokens`` is not even read, until it has rested for long enough to pay for that."""
+        ``tokens`` is not even read, until it has rested for long enough to pay for that and for a try."""
         bills = bills_of(policies)
-        loses = bool(bills) and all(bill.loses for bill in bills)
-        return loses and not self.rest.affords(self._reading * tokens)
+        if not bills or not lose(bills):
+            return False
+        if not self.rest.affords(self._reading * tokens + self._trial(bills, self.rows)):
+            return True
+        self._attempt(bills)
+        return False
 
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
@@ -218,13 +218,23 @@ class Pace:
             took += (PRIOR_WEIGHT * seconds[length] + seen.seconds) / (PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
-    def _tries(self, rows: int) -> bool:
+    def _tries(self, bills: Sequence[Bill], rows: int) -> bool:
         """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
         nothing."""
-        if self.idle(rows):
-            return False
+        return not self.idle(rows) and self.rest.affords(self._trial(bills, rows) + self.catch_up(self._lag()))
+
+    def _trial(self, bills: Sequence[Bill], rows: int) -> float:
+        """Seconds that a try takes beyond rounds without drafts: one round; where the draft model has not earned what
+        it took, as many as a new bill asks for."""
         seconds = self.seconds(rows)
-        return self.rest.affords(seconds[_PROBE_LENGTH] - seconds[0] + self.catch_up(self._lag()))
+        return (TRIAL if lose(bills) else 1) * (seconds[_PROBE_LENGTH] - seconds[0])
+
+    def _attempt(self, bills: Sequence[Bill]) -> None:
+        """The draft model is tried, and begins a new bill where it lost."""
+        if lose(bills):
+            for bill in bills:
+                bill.clear()
+        self.rest.attempt()
 
     def catch_up(self, lag: float) -> float:
         """Seconds that the draft model takes for ``lag`` tokens that it lacks: as long as for those of a prompt while
@@ -235,9 +245,10 @@ class Pace:
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
-        if not self.rest.resting and all(request.bill.loses for request, _ in requests):
+        bills = list(dict.fromkeys(request.bill for request, _ in requests))
+        if not self.rest.resting and lose(bills):
             self.rest.begin()
-        if self.rest.resting and not self._tries(rows):
+        if self.rest.resting and not self._tries(bills, rows):
             return 0
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
@@ -248,7 +259,7 @@ class Pace:
             self.explores = self._measures = True
             return first
         if self.rest.resting:
-            self.rest.attempt()
+            self._attempt(bills)
             self.explores = self.ledger.due = True
             return _PROBE_LENGTH
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
@@ -256,10 +267,10 @@ class Pace:
         self._unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
-        if best:
-            self.rest.end()
-        else:
+        if not best:
             self.rest.begin()
+        elif not any(bill.is_new for bill in bills):
+            self.rest.end()
         self._length = best
         return best
 
@@ -287,46 +298,15 @@ class Pace:
         return [speeds[0] / (1.0 + self.costs.doubt(rows)), *speeds[1:]]
 
 
-def cap(
-    plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int, ahead: float
-) -> tuple[float, int]:
-    """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
-    argmax of (what the expected tokens of all are worth) / (expected seconds). That maximum, then the length.
-
-    ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
-    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..63; ``fixed``: the longest
-    draft that may not be cut; ``ahead`` as for ``worth``.
-    """
-    longest = max(length for _, length in plans)
-    speeds = [
-        worth([expected[min(width, length, len(expected) - 1)] for expected, length in plans], ahead)
-        / seconds[max(width, fixed)]
-        for width in range(longest + 1)
-    ]
-    best = max(speeds)
-    return best, speeds.index(best)
-
-
-def pays(faster: float, longer: float) -> bool:
-    """Whether to draft at all for a round that promises to be ``faster`` by that factor and takes ``longer`` by that
-    one. What it takes beyond a round without drafts counts 1.25: near the break-even there is nothing to gain, and
-    estimates err."""
-    return faster * longer > 1.0 + _MARGIN * (longer - 1.0)
-
-
-def worth(tokens: Sequence[float], ahead: float) -> float:
-    """What a round counts for in which the rows of a batch expect so many ``tokens`` each: those that a row has beyond
-    the slowest count ``ahead`` (``BY_DRAFTS``, ``BY_GUESSES``)."""
-    if len(tokens) == 1:
-        return tokens[0]
-    slowest = len(tokens) * min(tokens)
-    return slowest + ahead * (sum(tokens) - slowest)
-
-
 def bills_of(policies: Sequence[Policy]) -> list[Bill]:
     """Each bill once; none where a length is fixed, for then nobody asks what it costs."""
     bills = [policy.bill for policy in policies if isinstance(policy, AutoLength)]
     return list(dict.fromkeys(bills)) if len(bills) == len(policies) else []
+
+
+def lose(bills: Sequence[Bill]) -> bool:
+    """Whether the draft model does not pay for any of them."""
+    return all(bill.loses for bill in bills)
 
 
 def _largest(values: Sequence[float]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import geometric_mean, median
 
 HARDLY, KNOWN = 2, 4  # measurements
 _LAST, _OUTLIER = 32, 2.0
@@ -11,12 +11,13 @@ _LAST, _OUTLIER = 32, 2.0
 class Typical:
     """What a step takes. Of the first two measurements the less, because first calls at a new shape are slow; the
     median of the first four; then each moves it a little, as their mean (of logarithms) would, the last 32 above all.
-    ``faded``: it was known once, and is renewed."""
+    ``faded``: it was known once, and is renewed. Then what is known counts for one of the first two, and the less of
+    them holds, so that nothing is avoided for good that was measured in a bad moment; or, ``even``, their mean."""
 
-    __slots__ = ("_counted", "_first", "faded", "seconds")
+    __slots__ = ("_counted", "_even", "_first", "faded", "seconds")
 
     def __init__(self) -> None:
-        self.faded, self.seconds = False, 0.0
+        self.faded, self.seconds, self._even = False, 0.0, False
         self._first: list[float] = []
         self._counted = 0
 
@@ -33,7 +34,10 @@ class Typical:
         """``counts``: it says more than those before. (Of the first few each does.)"""
         if len(self._first) < KNOWN:
             self._first.append(seconds)
-            self.seconds = median(self._first) if len(self._first) > HARDLY else min(self._first)
+            if len(self._first) > HARDLY:
+                self.seconds = median(self._first)
+            else:
+                self.seconds = geometric_mean(self._first) if self._even else min(self._first)
         elif counts and self.seconds > 0.0:
             self._counted += 1
             error = min(max(seconds / self.seconds, 1.0 / _OUTLIER), _OUTLIER)
@@ -43,7 +47,7 @@ class Typical:
         """It is thought to be so before it is measured."""
         self.seconds, self._first = seconds, [seconds] * KNOWN
 
-    def fade(self) -> None:
-        """All was long ago: the next measurement counts for as much as what is known, and the less of the two holds."""
+    def fade(self, *, even: bool = False) -> None:
+        """All was long ago: the next measurement counts for as much as what is known."""
         if self._first:
-            self.faded, self._first, self._counted = True, [self.seconds], 0
+            self.faded, self._even, self._first, self._counted = True, even, [self.seconds], 0

@@ -104,17 +104,52 @@ def rows_of_one_kind_share_a_bill():
     assert len(recorded) == 1
 
 
+def tried(pace, request, saved, rounds=400):
+    """In which of these rounds it drafts, each of which puts ``saved`` on its bill."""
+    found = []
+    for number in range(rounds):
+        if next_length(pace, request):
+            found.append(number)
+            request.bill.record(saved)
+    return found
+
+
 def it_rests_and_is_tried():
     pace = a_pace()
     request = AutoLength(pace)
     assert next_length(pace, request) > 0
     spoiled(request.bill)
-    lengths = [next_length(pace, request) for _ in range(400)]
-    assert 2 <= sum(map(bool, lengths)) <= 12 and lengths[0] == 0, "tried, and rested again"
-    for _ in range(40):
-        request.bill.record(1.0)
+    found = tried(pace, request, -1.0)
+    begun = [number for number in found if number - 1 not in found]
+    assert len(found) == 5 * len(begun), "a try is as many rounds as one that only loses is known after"
+    assert begun[0] > 32 * 5 * (TOKEN + DRAFT), "and rest pays for all of them"
+    assert len(begun) == 3
+    first, second, third = begun
+    assert 1.7 * first < second - first < 0.6 * (third - second), "each that failed makes the next one rarer"
+
+
+def a_verdict_ends():
+    """Prices that were taken in a bad moment are put right while it rests: then its rounds show what it is worth."""
+    pace = a_pace()
+    request = AutoLength(pace)
+    spoiled(request.bill)
+    first, *others = tried(pace, request, 1.0)
+    assert len(others) == 399 - first, "from the first try on"
+    request.bill.clear()
+    spoiled(request.bill)
+    pace.told([request], 100, 2.0)
     pace.start()
-    assert all(next_length(pace, request) > 0 for _ in range(3))
+    pace.rest.tick(128 * (2.0 + 5 * 2 * (TOKEN + DRAFT)))
+    assert not pace.abstains([request], 100) and not request.bill.loses, "the next text may be the try"
+    assert next_length(pace, request) > 0
+
+
+def a_try_forgets_no_gain():
+    pace = a_pace()
+    request, cleared = AutoLength(pace), []
+    request.bill.clear = lambda: cleared.append(request)
+    pace.rest.begin()
+    assert tried(pace, request, 1.0) and not cleared
 
 
 def a_prompt_is_not_read_for_nothing():
@@ -133,8 +168,8 @@ def a_prompt_is_not_read_for_nothing():
     spoiled(request.bill)
     assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
     assert not pace.abstains([FixedLength(4)], 100) and not pace.abstains([request, FixedLength(4)], 100)
-    pace.rest.tick(32 * 2.0)
-    assert not pace.abstains([request], 100) and pace.abstains([request], 101), "once it rested for long enough"
+    pace.rest.tick(32 * (2.0 + 5 * 2 * (TOKEN + DRAFT)))
+    assert pace.abstains([request], 101) and not pace.abstains([request], 100), "it rested for that and for a try"
 
 
 def a_model_that_abstains_reads_nothing():
@@ -175,6 +210,8 @@ CHECKS = [
     what_is_measured_is_on_no_bill,
     rows_of_one_kind_share_a_bill,
     it_rests_and_is_tried,
+    a_verdict_ends,
+    a_try_forgets_no_gain,
     a_prompt_is_not_read_for_nothing,
     a_model_that_abstains_reads_nothing,
 ]
@@ -204,10 +241,17 @@ MUTANTS = [
     Mutant("what it missed is free", policy.Pace, "_settle", "+ self.catch_up(lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
-    Mutant("one loses, all rest", policy.Pace, "_joint", "all(request.bill", "any(request.bill"),
+    Mutant("one loses, all rest", policy, "lose", "all(", "any("),
+    Mutant("a verdict is for good", policy.Pace, "_attempt", "bill.clear()", "pass"),
+    Mutant("what works is begun anew", policy.Pace, "_attempt", "if lose(bills)", "if True"),
+    Mutant("a text is no try", policy.Pace, "abstains", "self._attempt(bills)", "pass"),
+    Mutant("a try is one round", policy.Pace, "_trial", "TRIAL if lose(bills) else 1", "1"),
+    Mutant("a promise is a success", policy.Pace, "_joint", "any(bill.is_new", "any(False and bill.is_new"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
     Mutant("reading is free", policy.Pace, "start", "bill.record(-seconds)", "pass"),
-    Mutant("it is never read again", policy.Pace, "abstains", "and not self.rest.affords", "or self.rest.affords"),
+    Mutant(
+        "it is never read again", policy.Pace, "abstains", "if not self.rest.affords", "if True or self.rest.affords"
+    ),
     Mutant("each row pays", policy, "bills_of", "list(dict.fromkeys(bills))", "bills"),
     Mutant("fixed lengths rest, too", policy, "bills_of", "if len(bills) == len(policies) else []", ""),
     Mutant("all prompts are read", decoder.Decoder, "_start", "not self._pace.abs", "True or self._pace.abs"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
@@ -50,7 +52,8 @@ def all_is_measured_where_nobody_says_what_is_best():
     assert lengths == [0, 0, 2, 2, 1, 1, 3, 3]
 
 
-def one_measurement_is_enough_to_learn_that_a_device_is_faster_now():
+def one_measurement_renews_what_a_plain_step_takes():
+    """Half of what is known is what was: one step more or less unusual must not decide that no draft pays."""
     table = Costs()
     for _ in range(12):
         table.record_target(1, 1, 2.0, drafts=False, modelled=False)
@@ -59,9 +62,19 @@ def one_measurement_is_enough_to_learn_that_a_device_is_faster_now():
     assert table.lacks_plain(1) and table.plain(1, 1) == 2.0
     while table.lacks_plain(1):
         table.record_target(1, 1, 1.0, drafts=False, modelled=False)
-    assert table.plain(1, 1) == 1.0
-    table.record_target(1, 1, 1.8, drafts=False, modelled=False)
-    assert table.plain(1, 1) == 1.8, "nothing is left of what was long ago"
+    assert table.plain(1, 1) == pytest.approx(math.sqrt(2.0))
+    table.record_target(1, 1, 1.0, drafts=False, modelled=False)
+    assert table.plain(1, 1) == 1.0, "little is left of what was long ago"
+
+
+def one_measurement_is_enough_to_learn_that_a_width_is_fast_now():
+    table = Costs()
+    for _ in range(12):
+        table.record_target(1, 5, 2.0)
+    for _ in range(300):
+        table.record_target(1, 1, 0.5)
+    table.record_target(1, 5, 1.0)
+    assert table.target(1)[5] == pytest.approx(1.0)
 
 
 def tries(reading):
@@ -102,7 +115,8 @@ CHECKS = [
     only_what_may_be_the_best_is_measured,
     a_batch_asks_for_less,
     all_is_measured_where_nobody_says_what_is_best,
-    one_measurement_is_enough_to_learn_that_a_device_is_faster_now,
+    one_measurement_renews_what_a_plain_step_takes,
+    one_measurement_is_enough_to_learn_that_a_width_is_fast_now,
     what_was_missed_has_a_price_before_it_was_measured,
     equal_prompts_are_read_once,
 ]
@@ -114,6 +128,8 @@ MUTANTS = [
         "what is known is measured again", costs.Costs, "first_length", "[near] if near in lacking else []", "[near]"
     ),
     Mutant("what was long ago outvotes what is", typical.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
+    Mutant("one bad moment ends all drafting", costs.Costs, "record_target", "even=plain", "even=False"),
+    Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),
     Mutant(
         "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),
