@@ -24,6 +24,7 @@ from .costs import Costs, context_bucket
 from .drafters import Draft, ModelDrafter
 from .held import agreement
 from .noise import Purpose
+from .prefill import ALL
 from .sampling import Probs, Sampler
 from .sequence import Row
 from .settings import DraftAhead
@@ -90,9 +91,12 @@ class AheadDrafter:
         """``tried`` and ``kept``."""
         return {"tried": self.tried, "kept": self.kept}
 
-    def reset(self, rows: Items[Row]) -> None:
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
-        self._model.reset(rows)
+        self._model.reset(rows, reach)
+
+    def unread(self, rows: Items[Row]) -> int:
+        return self._model.unread(rows)
 
     def forget(self) -> None:
         self._model.forget()
@@ -105,10 +109,6 @@ class AheadDrafter:
 
     def behind(self, rows: Items[Row]) -> int:
         return self._model.behind(rows)
-
-    @property
-    def held(self) -> int:
-        return self._model.held
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         began = perf_counter()

@@ -12,9 +12,9 @@ TRIAL = _FEW + 1  # rounds after which one that only loses is known to
 
 class Bill:
     """What the rounds in which the draft model proposed saved, in seconds, all told: over what their tokens would have
-    taken without it, less what they took, the text that it had missed included. What a single choice leaves out shows
-    here: a draft that is asked here and there reads all that others wrote, and the rounds that promised most kept
-    least.
+    taken without it, less what they took, prompts and the text that it had missed included. What a single choice leaves
+    out shows here: a draft that is asked here and there reads all that others wrote, and the rounds that promised most
+    kept least.
 
     Where it loses nobody drafts, so nothing could ever show that it was wrong: by prices, perhaps, that were taken in a
     bad moment. A try therefore begins a new one (``clear``)."""
@@ -25,6 +25,10 @@ class Bill:
     def clear(self) -> None:
         """What was seen counts no more."""
         self._saved = self._squares = self._rounds = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """What it took besides rounds, for those in which it proposed since the last charge: no chance is in that."""
+        self._saved -= seconds
 
     def record(self, saved: float) -> None:
         """A round in which it proposed."""
@@ -41,4 +45,5 @@ class Bill:
     def loses(self) -> bool:
         """Whether it costs more than it brings, beyond chance: how much a round scatters is known the less, the fewer
         there were."""
-        return self._saved < -_SURE * math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))
+        chance = math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))
+        return not self.is_new and self._saved < -_SURE * chance

@@ -191,9 +191,9 @@ class Decoder:
                 self._drafting = self._trees
             self._plain = self._drafting is None and all(row.cascade is None for row in rows)
             if self._drafting is not None:
-                self._drafting.reset(rows)
-                policies, prompts = [row.policy for row in rows], {tuple(row.sequence.tokens[:-1]) for row in rows}
-                tokens = sum(map(len, prompts)) - self._drafting.held  # equal prompts are read once
+                policies = [row.policy for row in rows]
+                self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
+                tokens = self._drafting.unread(rows)
                 if not self._pace.abstains(policies, tokens):
                     self._pace.told(policies, tokens, self._tell(rows))
             clock.lap("prefill")

@@ -11,7 +11,7 @@ import numpy as np
 from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
 from .confidence import Watch, chance_of
-from .prefill import prefill
+from .prefill import ALL, prefill
 from .sampling import Probs
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -55,19 +55,18 @@ class Draft:
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
     whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for,
-    ``steps`` how many tokens' time that took."""
+    ``steps`` how many tokens' time that took. Of what it lacks of a row it reads no more than the last ``reach``."""
 
     watches: bool
     lag: int
     steps: int
 
-    @property
-    def held(self) -> int:
-        """How many tokens of the only row's prompt its cache held at the ``reset``."""
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
+        """Expect these rows, and forget all others."""
         ...
 
-    def reset(self, rows: Items[Row]) -> None:
-        """Expect these rows, and forget all others."""
+    def unread(self, rows: Items[Row]) -> int:
+        """How many tokens ``prefill`` would read."""
         ...
 
     def forget(self) -> None:
@@ -102,45 +101,64 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text.
+    """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text from token
+    ``_begins[b]`` on: of what stands before it knows nothing.
 
     Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
-    first step of a draft: there is no extra call. The last drafted token is never fed. A draft ends early where the
-    request allows none of the tokens that the draft knows.
+    first step of a draft: there is no extra call. What is more than its ``reach`` it does not read: its cache begins
+    anew, there. The last drafted token is never fed. A draft ends early where the request allows none of the tokens
+    that the draft knows.
     """
 
     watches = True  # whether it asks a Watch when to stop
     resumes = True  # whether a draft of it can be gone on with
-    lag = steps = held = 0
+    lag = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
         self._stepper, self._vocabulary = stepper, vocabulary
+        self._reach = ALL
         self._valid: list[int] = []
+        self._begins: list[int] = [0]
         self._base: list[int] = []
 
-    def reset(self, rows: Items[Row]) -> None:
-        self.held = 0
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
+        self._reach, begin, held = reach, 0, 0
         if len(rows) == 1 and self._reads(rows[0]):
-            self.held = self._stepper.resume(self._vocabulary.tokens(rows[0].sequence.tokens[:-1]))
+            prompt = rows[0].sequence.tokens[:-1]
+            begin = self._begins[0] if len(prompt) > reach else 0
+            text = self._vocabulary.tokens(prompt[begin:])
+            held = self._stepper.resume(text)
+            if held and len(text) - held > reach:
+                held = self._stepper.resume([])
         else:
             self._stepper.reset(len(rows))
-        self._valid, self._base = [self.held] * len(rows), [0] * len(rows)
+        self._begins = [begin if held else 0] * len(rows)
+        self._valid, self._base = [held] * len(rows), [0] * len(rows)
+
+    def unread(self, rows: Items[Row]) -> int:
+        prompts = {tuple(row.sequence.tokens[:-1]) for row in rows if self._reads(row)}  # equal ones are read once
+        return sum(min(len(prompt) - self._begins[0] - self._valid[0], self._reach) for prompt in prompts)
 
     def forget(self) -> None:
         self._stepper.forget()
 
     def prefill(self, rows: Items[Row]) -> None:
-        prompts = [row.sequence.tokens[:-1] if self._reads(row) else [] for row in rows]
-        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], self.held)
+        held, prompts = self._valid[0], [list[int]() for _ in rows]
+        for place, row in enumerate(rows):
+            if self._reads(row):
+                self._skip(place, row.sequence.length - 1)
+                prompts[place] = row.sequence.tokens[self._begins[place] : -1]
+        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], held)
         self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:  # its own context may be shorter than the target's
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
     def behind(self, rows: Items[Row]) -> int:
-        pairs = zip(rows, self._valid, strict=False)
-        return max((r.sequence.length - n for r, n in pairs if r.settings.draft in MODEL_DRAFTS), default=0)
+        known = zip(rows, self._begins, self._valid, strict=False)
+        lacks = (r.sequence.length - begin - n for r, begin, n in known if r.settings.draft in MODEL_DRAFTS)
+        return min(self._reach, max(lacks, default=0))
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         if len(rows) == 1:
@@ -188,21 +206,29 @@ class ModelDrafter:
 
     def keep(self, place: int, length: int) -> None:
         """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
-        self._valid[place] = min(self._valid[place], length)
+        self._valid[place] = min(self._valid[place], length - self._begins[place])
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
 
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
-        self._valid[destination] = self._valid[source]
+        self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
 
     def _begin(self, rows: Items[Row], lag: int) -> None:
-        self._base, self.lag, self.steps = [row.sequence.length for row in rows], lag, 0
+        pairs = zip(rows, self._begins, strict=False)
+        self._base, self.lag, self.steps = [row.sequence.length - begin for row, begin in pairs], lag, 0
+
+    def _skip(self, place: int, length: int) -> None:
+        """Begin anew where more is lacking of the row's first ``length`` tokens than is read."""
+        if length - self._begins[place] - self._valid[place] > self._reach:
+            self._begins[place], self._valid[place] = length - self._reach, 0
 
     def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:
-        """What the cache lacks of the row's text and draft."""
-        valid, length = self._valid[place], row.sequence.length
+        """What is to be read of the row's text and draft."""
+        length = row.sequence.length
+        self._skip(place, length)
+        valid = self._begins[place] + self._valid[place]
         return [*row.sequence.tokens[valid:], *drafted[max(0, valid - length) :]]
 
     def _reads(self, row: Row) -> bool:
@@ -214,7 +240,7 @@ class ModelDrafter:
         as the others' takes no time, and who is asked again has less to make up for."""
         width = max(map(len, pending))
         return [
-            piece if n > 0 or not self._reads(row) else row.sequence.tokens[self._valid[b] : self._valid[b] + width]
+            piece if n > 0 or not self._reads(row) else self._unfed(b, row, [])[:width]
             for b, (row, n, piece) in enumerate(zip(rows, lengths, pending, strict=True))
         ]
 

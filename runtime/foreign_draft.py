@@ -17,6 +17,7 @@ from ..errors import EngineError
 from .confidence import Watch
 from .drafters import Draft, ModelDrafter
 from .held import agreement
+from .prefill import ALL
 from .retokenise import Tokenizers, Transcript
 from .sequence import Row
 from .settings import MODEL_DRAFTS
@@ -41,9 +42,14 @@ class ForeignDrafter(ModelDrafter):
         self._transcripts: dict[int, Transcript] = {}
         self._cached: list[list[int]] = []
 
-    def reset(self, rows: Items[Row]) -> None:
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
+        """Reads all: what is lacking is known only in its own tokens, when it is read."""
         self._stepper.reset(len(rows))
         self._transcripts, self._cached = {}, [[] for _ in rows]
+
+    def unread(self, rows: Items[Row]) -> int:
+        """In the target's tokens."""
+        return sum(row.sequence.length - 1 for row in rows)
 
     def prefill(self, rows: Items[Row]) -> None:
         for row in rows:

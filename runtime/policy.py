@@ -12,6 +12,7 @@ from .costs import LONGEST_FIRST, ONE_STEP, Costs
 from .free import Calibration
 from .gain import BY_DRAFTS, pays, worth
 from .ledger import Ledger
+from .prefill import ALL
 from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .verify import Outcomes
@@ -19,6 +20,8 @@ from .verify import Outcomes
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
+# Tokens of a prompt that are read. (Of the demo pair 1 to 2 would do; other texts may look farther back.)
+_READ, _LEAST_READ = 3.0, 32
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
@@ -42,8 +45,9 @@ class Pace:
         self._measures = False  # it is measured
         self._unclear = False  # what a plain step takes decides whether to draft
         self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
-        # Whose prompts it read and has not proposed for yet, and the seconds that took.
-        self._unused: tuple[list[Bill], float] = [], 0.0
+        # Whose prompts it read, the seconds that took, and whether it has proposed since.
+        self._read: tuple[list[Bill], float] = [], 0.0
+        self._proposed = False
         self._round = self.past = 0
         self._lag: Callable[[], int] = lambda: 0
         self._steps: dict[int, list[float]] = {}
@@ -55,13 +59,26 @@ class Pace:
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
 
     def start(self) -> None:
-        """New requests begin: the switch is on. What was read for nothing is on the bill now."""
+        """New requests begin: the switch is on. What was read for the last ones is on the bill now."""
         self.enter()
         self.rest.restart()
-        bills, seconds = self._unused
+        bills, seconds = self._read
         for bill in bills:
-            bill.record(-seconds)
-        self._unused = [], 0.0
+            if self._proposed:
+                bill.charge(seconds)
+            else:
+                bill.record(-seconds)
+        self._read, self._proposed = ([], 0.0), False
+
+    def reach(self, policies: Sequence[Policy], room: int) -> int:
+        """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens. The farther
+        one is from the end, the less it adds: of acceptance 1.1 / n is lost if only the last n are read (demo pair,
+        four kinds of text). So the optimum goes with the root of an answer's time over that of a token of a prompt.
+        All, where a draft is fixed (it depends on no clock), and while it is not known what one takes."""
+        if not self._reading or not bills_of(policies):
+            return ALL
+        plain = self.seconds_without_draft(len(policies))[0]
+        return max(_LEAST_READ, round(_READ * math.sqrt(room * plain / self._reading)))
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
@@ -77,7 +94,7 @@ class Pace:
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
         little of what one of many does.)"""
-        self._unused = bills_of(policies), self.costs.usual(seconds)
+        self._read, self._proposed = (bills_of(policies), self.costs.usual(seconds)), False
         if tokens >= _A_PROMPT or (tokens and not self._reading):
             self._reading = self.costs.usual(seconds) / tokens
             self._missed.clear()
@@ -183,7 +200,7 @@ class Pace:
     def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
-        self._unused = [], 0.0
+        self._proposed = True
         if not self._measures and length <= MAX_GUESS_LENGTH:
             self.ledger.note(self._settle, bills_of(policies), tokens, length, lag, self.otherwise)
 

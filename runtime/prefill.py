@@ -3,9 +3,12 @@ first's, for the other rows are copies of it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from .steps import Stepper
+
+ALL = sys.maxsize  # tokens
 
 
 def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -> None:

@@ -31,11 +31,12 @@ class TreeDrafter(ModelDrafter):
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         """``lengths[b]`` levels for row b, never fewer; ``q[n + 1]`` is what node n's children were drawn from."""
         drafts = [Draft(parents=[]) for _ in rows]
-        self._base, self._fed = [row.sequence.length for row in rows], 0
+        self._fed = 0
         if not (deepest := max(lengths, default=0)):
             return drafts
         shape = next(row.settings.branches for row, n in zip(rows, lengths, strict=True) if n)[:deepest]
-        pending = [row.sequence.tokens[self._valid[b] :] if lengths[b] else [] for b, row in enumerate(rows)]
+        pending = [self._unfed(b, row, []) if lengths[b] else [] for b, row in enumerate(rows)]
+        self._begin(rows, 0)
         logits = self._feed(pending)
         above = range(ROOT, ROOT + 1)
         for depth, width in enumerate(shape):

@@ -55,6 +55,10 @@ def a_bill_knows_chance():
         found.record(0.5 if count % 2 else -1.0)
     assert found.loses, "a quarter a round"
     found = Bill()
+    for saved in (-1.0, -1.0, 1.0, -1.0, -1.0, -1.0):
+        found.record(saved)
+    assert not found.loses, "nor do six"
+    found = Bill()
     for count in range(1, 7):
         found.record(-1.0)
         assert found.loses == (count > 4), "misses in a row happen to any draft"
@@ -63,6 +67,18 @@ def a_bill_knows_chance():
     for _ in range(60):
         found.record(1.0)
     assert not found.loses, "what is long ago counts less"
+
+
+def prompts_are_paid_for():
+    """By what the rounds saved: with certainty, once there were some."""
+    found = Bill()
+    found.charge(2.0)
+    assert not found.loses, "no round has shown anything"
+    for _ in range(6):
+        found.record(0.25)
+    assert not found.loses
+    found.charge(2.0)
+    assert found.loses
 
 
 def amounts_are_right():
@@ -163,8 +179,11 @@ def a_prompt_is_not_read_for_nothing():
     assert not pace.abstains([request], 100) and recorded == [-2.0], "once"
     pace.told([request], 100, 2.0)
     pace.settle([request], [4], 2, 0)
+    charged, request.bill.charge = [], lambda seconds: charged.append(seconds)
+    pace.start()
     pace.start()
     assert not pace.abstains([request], 100) and min(recorded[1:]) > 0, "it was of use"
+    assert charged == [2.0], "and is paid for, once"
     spoiled(request.bill)
     assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
     assert not pace.abstains([FixedLength(4)], 100) and not pace.abstains([request, FixedLength(4)], 100)
@@ -206,6 +225,7 @@ def what_was_not_read_is_made_up_for(monkeypatch):
 
 CHECKS = [
     a_bill_knows_chance,
+    prompts_are_paid_for,
     amounts_are_right,
     what_is_measured_is_on_no_bill,
     rows_of_one_kind_share_a_bill,
@@ -231,7 +251,7 @@ MUTANTS = [
         "no chance",
         bill.Bill,
         "loses",
-        "-_SURE * math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))",
+        "-_SURE * chance",
         "0.0",
     ),
     Mutant("few rounds tell as much as many", bill.Bill, "loses", "_FEW / max(1.0, self._rounds)", "0.0"),
@@ -249,6 +269,10 @@ MUTANTS = [
     Mutant("a promise is a success", policy.Pace, "_joint", "any(bill.is_new", "any(False and bill.is_new"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
     Mutant("reading is free", policy.Pace, "start", "bill.record(-seconds)", "pass"),
+    Mutant("reading is free where it was of use", policy.Pace, "start", "bill.charge(seconds)", "pass"),
+    Mutant("reading is chance", policy.Pace, "start", "bill.charge(seconds)", "bill.record(-seconds)"),
+    Mutant("a charge is a gain", bill.Bill, "charge", "-= seconds", "+= seconds"),
+    Mutant("no round is enough", bill.Bill, "loses", "not self.is_new and", ""),
     Mutant(
         "it is never read again", policy.Pace, "abstains", "if not self.rest.affords", "if True or self.rest.affords"
     ),

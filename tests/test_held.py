@@ -163,7 +163,7 @@ def a_draft_that_has_not_read_a_prompt_makes_up_for_it(*_: Any) -> None:
         for prompt in prompts:
             row = making._admit(0, prompt, Settings(draft="model"), Sample(), (), None)
             drafter.reset([row])
-            drafts.append((drafter.held, drafter.propose([row], [3])[0].tokens))
+            drafts.append((len(prompt) - 1 - drafter.unread([row]), drafter.propose([row], [3])[0].tokens))
     assert [there for there, _ in drafts] == [0, len(HISTORY), 0] and drafts[1][1] == drafts[2][1]
 
 
@@ -211,7 +211,7 @@ MUTANTS = [
            "self._sound = min(self._sound, past)", "pass"),
     Mutant("a branch is text", steps.Stepper, "tree_logits", "self._held.cut(past[0])", "pass"),
     Mutant("the rest of a prompt on the wrong slots", decoder, "prefill", "[held]", "[held + 1]"),
-    Mutant("the draft keeps more", drafters.ModelDrafter, "reset", "[self.held] *", "[self.held + 1] *"),
+    Mutant("the draft keeps more", drafters.ModelDrafter, "reset", "[held] *", "[held + 1] *"),
     Mutant("few are enough", held.Held, "common", "same >= _LEAST", "True"),
     Mutant("caches are not forgotten", steps.Stepper, "forget", "self._held = Held()", "pass"),
     Mutant("all is read again", steps.Stepper, "resume", "if held:", "if held and False:"),

@@ -9,7 +9,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import next_length
 
-from leadout.runtime import costs, decoder, policy, typical
+from leadout.runtime import costs, drafters, policy, typical
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
@@ -137,9 +137,9 @@ MUTANTS = [
     Mutant("what it missed is free until then", policy.Pace, "catch_up", ", self._reading", ""),
     Mutant(
         "equal prompts are read anew",
-        decoder.Decoder,
-        "_start",
-        "{tuple(row.sequence.tokens[:-1]) for row in rows}",
+        drafters.ModelDrafter,
+        "unread",
+        "{tuple(row.sequence.tokens[:-1]) for row in rows if self._reads(row)}",
         "[row.sequence.tokens[:-1] for row in rows]",
     ),
 ]
