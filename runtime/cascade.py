@@ -181,7 +181,7 @@ class Cascade:
     def take(self, tokens: Sequence[int]) -> None:
         """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
         from each other know as much then, whoever guesses first; other drafters that sleep are told when they wake."""
-        if self._told and not self._asked:
+        if not self._asked and (self._told or not self._vigil.awake):
             for drafter in self._eager:
                 drafter.take(tokens)
             return

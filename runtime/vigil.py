@@ -8,16 +8,32 @@ from dataclasses import dataclass
 _PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
 _TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
 _FIRST_NAP, _LONGEST_NAP = 4, 16
+_LONGEST_PAUSE = 64  # rounds of any rows in which no new one begins by asking
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
 
 
 @dataclass(slots=True)
 class Habit:
     """What all rows of a decoder know of asking: its ``price`` (seconds a row and round; one slow round counts for
-    three times that at most) and the ``patience`` a new row begins with: less where rows before it gave up."""
+    three times that at most), the ``patience`` a new row begins with, less where rows before it gave up, and where
+    there is none left to lose, the ``rest`` of a ``pause``: rounds of any rows before a new one begins by asking."""
 
     price: float = 0.0
     patience: int = _PATIENCE
+    pause: int = 0
+    rest: int = 0
+
+    def pays(self) -> None:
+        """What a row's drafters saved was worth asking for."""
+        self.patience, self.pause, self.rest = _PATIENCE, 0, 0
+
+    def give_up(self) -> None:
+        """A row's drafters went to sleep without having been worth it."""
+        if self.patience > _LEAST_PATIENCE:
+            self.patience = max(_LEAST_PATIENCE, self.patience // 2)
+        else:
+            self.pause = min(max(2 * self.pause, _LONGEST_NAP), _LONGEST_PAUSE)
+            self.rest = self.pause
 
     def record(self, seconds: float) -> None:
         """A row was asked in a round, and that took so long."""
@@ -30,13 +46,16 @@ class Vigil:
 
     What asking saved counts for about ten rounds. Once it is below the price for as many rounds in a row as there is
     patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
-    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again.
+    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again. Where
+    one row after the other gave up, the next begins as after a nap, or asleep.
     """
 
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
-        self._sleep, self._nap = 0, _FIRST_NAP
-        self._patience, self._wakes = habit.patience, False
+        paused = habit.pause > 0
+        self._sleep, self._nap = habit.rest + (habit.rest > 0), _LONGEST_NAP if paused else _FIRST_NAP
+        self._patience, self._wakes = 1 if paused else habit.patience, paused
+        self._hopes = True  # it has not given up, or was worth it since
         self._saved = self._asked = 0.0
 
     @property
@@ -52,6 +71,8 @@ class Vigil:
     def tick(self) -> None:
         """A round begins."""
         self._sleep = max(0, self._sleep - 1)
+        if self._sleep:
+            self._habit.rest = max(0, self._habit.rest - 1)
 
     def settle(self, saved: float, spent: float, *, chosen: bool) -> None:
         """A round in which they were asked is over: the seconds it ``saved`` (below 0 where a guess was chosen and
@@ -59,7 +80,8 @@ class Vigil:
         self._habit.record(spent)
         self._saved, self._asked = _DECAY * self._saved + saved, _DECAY * self._asked + 1.0
         if self._saved > self._habit.price * self._asked:
-            self._patience, self._nap, self._habit.patience = _PATIENCE, _FIRST_NAP, _PATIENCE
+            self._patience, self._nap, self._hopes = _PATIENCE, _FIRST_NAP, True
+            self._habit.pays()
         elif self._wakes and chosen:
             self._patience = _TRIAL
         else:
@@ -69,8 +91,9 @@ class Vigil:
             self._rest()
 
     def _rest(self) -> None:
-        if self._nap == _FIRST_NAP:
-            self._habit.patience = max(_LEAST_PATIENCE, self._habit.patience // 2)
+        if self._hopes:
+            self._hopes = False
+            self._habit.give_up()
         self._sleep, self._nap = self._nap + 1, min(2 * self._nap, _LONGEST_NAP)
         self._patience, self._wakes = 1, True
         self._saved = self._asked = 0.0

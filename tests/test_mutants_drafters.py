@@ -76,6 +76,9 @@ def start_up_is_measured(monkeypatch):
 def asking_pays_or_sleeps(monkeypatch):
     test_vigil.test_what_does_not_pay_is_asked_ever_more_rarely()
     test_vigil.test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_price()
+    test_vigil.test_short_rows_in_which_it_never_pays_share_their_breaks()
+    test_vigil.test_a_long_row_naps_no_longer_than_it_did()
+    test_vigil.test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked()
     test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
     test_vigil.test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up()
     test_vigil.test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep()
@@ -214,6 +217,12 @@ MUTANTS = [
     Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),
     Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
     Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
+    Mutant("all rows begin by asking", vigil.Vigil, "__init__", "habit.rest + (habit.rest > 0)", "0"),
+    Mutant("a break never ends", vigil.Vigil, "tick", "self._habit.rest - 1", "self._habit.rest"),
+    Mutant("every nap is a row that gave up", vigil.Vigil, "_rest", "if self._hopes", "if True"),
+    Mutant("who was worth it is not asked", vigil.Habit, "pays", "_PATIENCE, 0, 0", "_PATIENCE, self.pause, self.rest"),
+    Mutant("breaks stay short", vigil.Habit, "give_up", "2 * self.pause", "self.pause"),
+    Mutant("who sleeps reads the prompt", cascade.Cascade, "take", "or not self._vigil.awake", ""),
     Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),
     Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
     Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),

@@ -60,10 +60,49 @@ def test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_pri
         vigil = Vigil(habit)
         lengths.append(len(asked(vigil, 0.0, 17)))
     assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 4
-    asked(Vigil(habit), 2.0, 1)
+    asked(Vigil(habit), 2.0, 40)
     assert habit.patience == 16, "reversible"
     habit.record(1000.0)
     assert habit.price == pytest.approx(1.1)
+
+
+def test_short_rows_in_which_it_never_pays_share_their_breaks():
+    habit = Habit()
+    asked_in = [asked(Vigil(habit), 0.0, 18) for _ in range(40)]
+    assert [len(each) for each in asked_in[:3]] == [16, 8 + 1, 4 + 2] and 4 <= sum(map(len, asked_in[20:])) <= 12
+    assert habit.pause == 64 and any(not each for each in asked_in[20:]), "a row in which nobody is asked"
+    woken = asked(Vigil(habit), 2.0, 90)
+    assert len(woken) >= 20 and woken == list(range(woken[0], 90)) and habit.pause == 0
+    assert asked(Vigil(habit), 2.0, 3) == [0, 1, 2], "the next begins awake"
+
+
+def test_a_long_row_naps_no_longer_than_it_did():
+    habit = Habit()
+    asked(Vigil(habit), 0.0, 400)
+    assert habit.pause == 0 and habit.patience == 8, "it gave up once"
+    for _ in range(9):
+        asked(Vigil(habit), 0.0, 40)
+    assert max(np.diff(asked(Vigil(habit), 0.0, 400))) == 17
+
+
+def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
+    chooser, _ = cascade([])
+    heard = []
+    listener = Fixed([49])
+    listener.take = lambda tokens: heard.append(len(tokens))
+    chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
+    habit = chooser._experience.habit
+    habit.pause = habit.rest = 3
+    chooser._vigil, text = Vigil(habit), [1, 2, 3]
+    chooser.take(text)
+    for _ in range(4):
+        assert not heard
+        chooser._pace.tick()
+        chooser.choose(text, 8, 0, 0, 1)
+        chooser.observe([text[-1]], [9], np.zeros((1, 50), np.float32))
+        text.append(9)
+        chooser.take(text)
+    assert [*dict.fromkeys(heard)] == [6, 7], "before it looked, and after the round"
 
 
 def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one():
