@@ -20,8 +20,9 @@ from .verify import Outcomes
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
-# Tokens of a prompt that are read. (Of the demo pair 1 to 2 would do; other texts may look farther back.)
-_READ, _LEAST_READ = 3.0, 32
+# Tokens of a prompt that are read. (Of the demo pair 1 to 2 would do; other texts may look farther back.) How much
+# cheaper one is than a plain round, before it was measured.
+_READ, _LEAST_READ, _CHEAPER = 3.0, 32, 20.0
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
@@ -74,11 +75,11 @@ class Pace:
         """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens. The farther
         one is from the end, the less it adds: of acceptance 1.1 / n is lost if only the last n are read (demo pair,
         four kinds of text). So the optimum goes with the root of an answer's time over that of a token of a prompt.
-        All, where a draft is fixed (it depends on no clock), and while it is not known what one takes."""
-        if not self._reading or not bills_of(policies):
+        All, where a draft is fixed: it depends on no clock."""
+        if not bills_of(policies):
             return ALL
-        plain = self.seconds_without_draft(len(policies))[0]
-        return max(_LEAST_READ, round(_READ * math.sqrt(room * plain / self._reading)))
+        cheaper = self.seconds_without_draft(len(policies))[0] / self._reading if self._reading else _CHEAPER
+        return max(_LEAST_READ, round(_READ * math.sqrt(room * cheaper)))
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
@@ -93,8 +94,8 @@ class Pace:
 
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
-        little of what one of many does.)"""
-        self._read, self._proposed = (bills_of(policies), self.costs.usual(seconds)), False
+        little of what one of many does.) The first time it is a measurement, and on nobody's bill."""
+        self._read, self._proposed = (bills_of(policies) if self._reading else [], self.costs.usual(seconds)), False
         if tokens >= _A_PROMPT or (tokens and not self._reading):
             self._reading = self.costs.usual(seconds) / tokens
             self._missed.clear()

@@ -175,6 +175,9 @@ def a_prompt_is_not_read_for_nothing():
     record, request.bill.record = request.bill.record, lambda saved: (recorded.append(saved), record(saved))
     pace.told([request], 100, 2.0)
     pace.start()
+    assert not recorded, "the first was a measurement"
+    pace.told([request], 100, 2.0)
+    pace.start()
     pace.start()
     assert not pace.abstains([request], 100) and recorded == [-2.0], "once"
     pace.told([request], 100, 2.0)
@@ -270,6 +273,7 @@ MUTANTS = [
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
     Mutant("reading is free", policy.Pace, "start", "bill.record(-seconds)", "pass"),
     Mutant("reading is free where it was of use", policy.Pace, "start", "bill.charge(seconds)", "pass"),
+    Mutant("its price is measured at its cost", policy.Pace, "told", "if self._reading else []", ""),
     Mutant("reading is chance", policy.Pace, "start", "bill.charge(seconds)", "bill.record(-seconds)"),
     Mutant("a charge is a gain", bill.Bill, "charge", "-= seconds", "+= seconds"),
     Mutant("no round is enough", bill.Bill, "loses", "not self.is_new and", ""),
