@@ -138,7 +138,7 @@ class ModelDrafter:
 
     def unread(self, rows: Items[Row]) -> int:
         prompts = {tuple(row.sequence.tokens[:-1]) for row in rows if self._reads(row)}  # equal ones are read once
-        return sum(min(len(prompt) - self._begins[0] - self._valid[0], self._reach) for prompt in prompts)
+        return sum(min(len(prompt) - self._known(0), self._reach) for prompt in prompts)
 
     def forget(self) -> None:
         self._stepper.forget()
@@ -156,9 +156,8 @@ class ModelDrafter:
         return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
 
     def behind(self, rows: Items[Row]) -> int:
-        known = zip(rows, self._begins, self._valid, strict=False)
-        lacks = (r.sequence.length - begin - n for r, begin, n in known if r.settings.draft in MODEL_DRAFTS)
-        return min(self._reach, max(lacks, default=0))
+        reading = ((b, row) for b, row in enumerate(rows) if row.settings.draft in MODEL_DRAFTS)
+        return min(self._reach, max((row.sequence.length - self._known(b) for b, row in reading), default=0))
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         if len(rows) == 1:
@@ -219,17 +218,21 @@ class ModelDrafter:
         pairs = zip(rows, self._begins, strict=False)
         self._base, self.lag, self.steps = [row.sequence.length - begin for row, begin in pairs], lag, 0
 
+    def _known(self, place: int) -> int:
+        """Up to where in the row's text it need not read."""
+        return self._begins[place] + self._valid[place]
+
     def _skip(self, place: int, length: int) -> None:
         """Begin anew where more is lacking of the row's first ``length`` tokens than is read."""
-        if length - self._begins[place] - self._valid[place] > self._reach:
+        if length - self._known(place) > self._reach:
             self._begins[place], self._valid[place] = length - self._reach, 0
 
     def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:
         """What is to be read of the row's text and draft."""
         length = row.sequence.length
         self._skip(place, length)
-        valid = self._begins[place] + self._valid[place]
-        return [*row.sequence.tokens[valid:], *drafted[max(0, valid - length) :]]
+        known = self._known(place)
+        return [*row.sequence.tokens[known:], *drafted[max(0, known - length) :]]
 
     def _reads(self, row: Row) -> bool:
         """Whether it may ever draft for the row."""
@@ -238,11 +241,13 @@ class ModelDrafter:
     def _beside(self, rows: Items[Row], lengths: Items[int], pending: Items[Items[int]]) -> Items[Items[int]]:
         """``pending``, and of rows that others draft for what the cache lacks: a step is a rectangle, so as much of it
         as the others' takes no time, and who is asked again has less to make up for."""
-        width = max(map(len, pending))
-        return [
-            piece if n > 0 or not self._reads(row) else self._unfed(b, row, [])[:width]
-            for b, (row, n, piece) in enumerate(zip(rows, lengths, pending, strict=True))
-        ]
+        width, pieces = max(map(len, pending)), list(pending)
+        for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+            if n == 0 and self._reads(row):
+                self._skip(b, row.sequence.length)
+                known = self._known(b)
+                pieces[b] = row.sequence.tokens[known : known + width]
+        return pieces
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         valid = self._valid[: len(pending)]

@@ -263,7 +263,7 @@ class Pace:
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
-        bills = list(dict.fromkeys(request.bill for request, _ in requests))
+        bills = bills_of([request for request, _ in requests])
         if not self.rest.resting and lose(bills):
             self.rest.begin()
         if self.rest.resting and not self._tries(bills, rows):

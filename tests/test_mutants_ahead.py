@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "kept tokens are charged", drafters.ModelDrafter, "resume", "self.steps += 1", "self.steps = len(tokens) + 1"
     ),
-    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*drafted[max(0, valid - length) :]", ""),
+    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*drafted[max(0, known - length) :]", ""),
     Mutant("the slower way is taken", ahead.Worth, "_decide", "with_it < without", "with_it > without"),
     Mutant("slow first calls decide", ahead.Worth, "_decide", "[:-_OUTLIERS]", ""),
     Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.measured())", "self._costs"),
