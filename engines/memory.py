@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import EngineError
 from .base import ONE_ROW
 from .tensorrt.cuda import Cuda
 
+_DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
@@ -26,6 +28,13 @@ def bucket(slots: int, variant: str) -> int:
 def buffer_slots(capacity: int, variant: str) -> int:
     """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
     return capacity + (variant == "gqa_even")
+
+
+def cache_dtype(onnx_type: str) -> np.dtype[Any]:
+    """That of a cache a graph declares so. Raises EngineError for one that is not supported."""
+    if onnx_type not in _DTYPES:
+        raise EngineError(f"a cache of {onnx_type} is not supported (one of: {', '.join(_DTYPES)})")
+    return _DTYPES[onnx_type]
 
 
 class Buffer(Protocol):

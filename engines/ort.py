@@ -13,18 +13,15 @@ from ..errors import EngineError, UsageError
 from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, cache_dtype
 from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
 from .providers import first_line, open_session
 from .rounding import even_from, uneven
 from .tensorrt.cuda import Cuda
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, choose, without_equal_bits
 
-_DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _KEPT_STEPS = 32
 _EVEN_WIDTH = 2
-# The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
-# those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
-_SOONEST, _ROUNDING_ALIKE, _WITHOUT_REST = ("gqa", "grouped"), ("gqa_even", "grouped", "gqa"), ("grouped", "nonpad")
 
 
 class SlotEngine:
@@ -48,7 +45,7 @@ class SlotEngine:
         self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
     ) -> None:
         self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
-        self._alone: tuple[str, ...] = _ROUNDING_ALIKE if exact else _SOONEST
+        self._alone: tuple[str, ...] = ROUNDING_ALIKE if exact else SOONEST
         if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
             raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
         if variant != "auto":
@@ -65,6 +62,7 @@ class SlotEngine:
         self._row_limit = entry.max_context if provider == "cpu" else 0
         self._sessions: dict[tuple[str, bool], Any] = {}
         self._steps: dict[tuple[int, int, int | None, int], Step] = {}
+        self._steps_of: dict[str, dict[tuple[int, int, int | None, int], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
         self._flat = np.zeros(0, np.float32)
@@ -105,17 +103,22 @@ class SlotEngine:
             raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
         self._graphs, self.graph_error = wanted, ""
         self._forget_steps()
-        self._session = self._open(self._variant, graphs=wanted)
+        self._run_by(self._variant)
 
     @property
     def even(self) -> bool:
         """Whether a step of one token rounds like wider ones where that has its price (``gqa_even``: 4 to 18 % of a
-        small model's step). On after every ``reset``; read by the next step."""
+        small model's step, 4 of them for having the choice: a small one off it takes ``gqa``). On after every
+        ``reset``; read by the next step."""
         return bool(self._least_width[0] == _EVEN_WIDTH)
 
     @even.setter
     def even(self, wanted: bool) -> None:
         self._least_width[0] = _EVEN_WIDTH if wanted else 1
+        graph, entry = self._variant, self._model.entry
+        if not wanted and self._pinned == "auto":
+            graph = without_equal_bits(graph, entry.variants, entry.parameters)
+        self._run_by(graph)
 
     @property
     def resets(self) -> int | None:
@@ -192,10 +195,10 @@ class SlotEngine:
         """Keep to graphs and widths that do round alike on this processor."""
         found = even_from(self, self._narrowest())
         if self._pinned == "auto" and found is None:
-            self._take(_WITHOUT_REST)
+            self._take(WITHOUT_REST)
             found = even_from(self, self._narrowest())
         elif self._pinned == "auto" and found == 2 and self._variant == "gqa_even":
-            self._take(_SOONEST)  # gqa: wider steps need no graph of their own
+            self._take(SOONEST)  # gqa: wider steps need no graph of their own
         if found is None:
             raise uneven(self._name)
         self._spec = dataclasses.replace(self._spec, narrowest=found)
@@ -261,18 +264,21 @@ class SlotEngine:
             raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
-        self.even, self._resets = True, self._resets + 1
+        self._resets += 1
         variant = self._choose(batch)
         fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
+            self.even = True
             return
-        self._variant, self._session = variant, self._open(variant, graphs=self._graphs)
-        types = {value.name: value.type for value in self._session.get_inputs()}
+        self._open(variant, graphs=self._graphs)
         self._release()
+        self._variant = variant
+        self.even = True
+        types = {value.name: value.type for value in self._session.get_inputs()}
         self._batch, self._capacity = batch, bucket(1, variant)
         slots = buffer_slots(self._capacity, variant)
         self._cache = [
-            self._zeros((batch, layer.heads, slots, dim), _cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+            self._zeros((batch, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
@@ -315,12 +321,7 @@ class SlotEngine:
             raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'grouped' or 'auto'")
         if self._pinned != "auto":
             return self._pinned
-        if self._provider not in ("cpu", "cuda"):
-            return "canonical"
-        if self._provider != "cpu":
-            return "nonpad" if "nonpad" in self._model.entry.variants else "canonical"
-        wanted = self._alone if batch == 1 else _WITHOUT_REST
-        return next((name for name in wanted if name in self._model.entry.variants), "canonical")
+        return choose(self._model.entry.variants, batch, self._provider, self._alone)
 
     def _open(self, variant: str, *, graphs: bool) -> Any:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
@@ -343,10 +344,16 @@ class SlotEngine:
         self._recorded += step.recorded
         step.options = graph_options(self._recorded if step.recorded else None)
 
+    def _run_by(self, graph: str) -> None:
+        """Steps that do not branch are ``graph``'s from now on."""
+        self._session = self._open(graph, graphs=self._graphs)
+        self._steps = self._steps_of.setdefault(graph, {})
+
     def _forget_steps(self) -> None:
-        for step in self._steps.values():
-            step.free()
-        self._steps.clear()
+        for steps in self._steps_of.values():
+            for step in steps.values():
+                step.free()
+            steps.clear()
 
     def _branching(self) -> str:
         """The graph for steps that branch."""
@@ -391,9 +398,3 @@ class SlotEngine:
         step.bind(self._cache, None if store is None else (store.address, self._spec.vocab_size))
         self._steps[rows, width, wanted, seen] = step
         return step
-
-
-def _cache_dtype(onnx_type: str) -> np.dtype[Any]:
-    if onnx_type not in _DTYPES:
-        raise EngineError(f"a cache of {onnx_type} is not supported (one of: {', '.join(_DTYPES)})")
-    return _DTYPES[onnx_type]

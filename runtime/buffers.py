@@ -44,4 +44,6 @@ def empty(size: int) -> NDArray[np.float64]:
 
 def narrow(size: int) -> NDArray[np.float32]:
     """The same in float32."""
+    if size < _LARGE:
+        return np.empty(size, np.float32)
     return empty((size + 1) // 2).view(np.float32)[:size]

@@ -20,7 +20,7 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
         return verify.match(x, lambda i: sampler.choose(logits[i], x[:i], start + i))
     if sampler.rule in LOSSY:
         return judge_lossy(row, draft, logits)
-    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x))
+    coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x)) if x else ()
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
     def one(i: int) -> Probs:  # the last row is drawn from and no more: any factor of it will do

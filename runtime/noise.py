@@ -19,15 +19,12 @@ _GROWTH = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 class Purpose(IntEnum):
     """What a number is for. Two purposes never share a number (a draft's coin used again for the residual is biased:
-    papers call it shared noise; total variation 0.03 on a toy)."""
+    papers call it shared noise; total variation 0.03 on a toy). In the order in which a round asks."""
 
     GUMBEL = 0
     DRAFT = 1
     ACCEPT = 2
     FINAL = 3
-
-
-_OF_A_ROUND = Purpose.DRAFT, Purpose.ACCEPT, Purpose.FINAL
 
 
 class Noise:
@@ -95,11 +92,10 @@ class Noise:
         return coins[:size]
 
     def _toss(self, position: int, purpose: Purpose) -> list[float]:
-        """The first four; and those of a round's other purposes, for once the code is in the cache they cost next to
-        nothing."""
+        """The first four; and those for what comes behind it in a round, while the code is in the cache."""
         if len(self._coins) >= _REMEMBERED:
             self._coins.clear()
-        tossed = {(position, each): self._four(1, position, each) for each in (purpose, *_OF_A_ROUND)}
+        tossed = {(position, each): self._four(1, position, each) for each in Purpose if each >= purpose}
         self._coins |= tossed
         return tossed[position, purpose]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -294,12 +293,7 @@ def draw(law: Probs, uniform: float) -> int:
 
 
 def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
-    """``draw``, and the total. A long law is summed in blocks: one by one, the numbers wait for each other."""
-    if law.size <= SHORT:
-        sums = law.cumsum()
-        total = float(sums[-1])
-        token = int(sums.searchsorted(uniform * total, side="right"))
-        return token if token < law.size else int(np.flatnonzero(law)[-1]), total
+    """``draw``, and the total. Summed in blocks: one by one, the numbers wait for each other."""
     if (starts := _starts.get(law.size)) is None:
         starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
     upto = np.add.reduceat(law, starts).cumsum()
@@ -307,7 +301,7 @@ def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
     wanted = uniform * total
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
     first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
-    for token, mass in enumerate(accumulate(law[first : first + _BLOCK].tolist()), first):
-        if before + mass > wanted:
-            return token, total
-    return int(np.flatnonzero(law[: first + _BLOCK])[-1]), total
+    sums = law[first : first + _BLOCK].cumsum()
+    sums += before
+    place = int(sums.searchsorted(wanted, side="right"))
+    return first + place if place < sums.size else int(np.flatnonzero(law[: first + _BLOCK])[-1]), total

@@ -13,7 +13,7 @@ import pytest
 from support_graphs import BRANCHING, LOWERINGS, Shape, fused_is_even, reference, tokens, write
 
 from leadout.bundle import Model
-from leadout.engines import open_engine, ort, providers
+from leadout.engines import open_engine, ort, providers, variants
 from leadout.engines.base import EVEN, ONE_ROW, EvenEngine
 from leadout.engines.memory import bucket
 from leadout.engines.ort import SlotEngine
@@ -151,6 +151,43 @@ def test_who_asks_for_no_even_rounding_gets_the_bits_of_the_graph_that_has_none(
         steps[name] = np.concatenate([engine.forward(row[:, i : i + 1], at(i))[0].copy() for i in range(30, 40)])
     assert np.array_equal(steps["sooner"], steps["bare"])
     assert not np.array_equal(steps["sooner"], steps["even"]), "or there is nothing to choose"
+
+
+def test_a_small_model_has_a_graph_of_its_own_for_steps_that_may_round_as_they_like(
+    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not fused_is_even(models["fp32"]):
+        return
+    row, engine, bare = tokens(C, 1, 300), SlotEngine(models["fp32"], exact=True), SlotEngine(models["fp32"])
+
+    def graph() -> str:
+        return next(name for (name, _), session in engine._sessions.items() if session is engine._session)
+
+    def same_step(past: int) -> bool:
+        steps = [each.forward(row[:, past : past + 1], at(past))[0].copy() for each in (engine, bare)]
+        return np.array_equal(*steps)
+
+    for each in (engine, bare):
+        each.forward(row[:, :30], START)
+    engine.even = False
+    assert graph() == "gqa" and engine.variant == "gqa_even" and same_step(30)
+    kept = dict(engine._steps)
+    engine.even = True
+    assert graph() == "gqa_even" and not same_step(30)
+    engine.reset(1)
+    engine.even = False
+    assert engine._steps == kept, "to choose again binds nothing anew"
+    engine.reserve(513)  # the cache moves, and no graph's steps may go on writing where it was
+    for each in (engine, bare):
+        each.forward(row[:, :200], START)
+    assert same_step(200)
+    engine.even = True
+    assert not same_step(200)
+    pinned = SlotEngine(models["fp32"], variant="gqa_even")
+    monkeypatch.setattr(variants, "_SMALL", models["fp32"].entry.parameters - 1)
+    for each in (engine, pinned):
+        each.even = False
+        assert set(each._sessions) >= {("gqa_even", False)} and each._session is each._sessions["gqa_even", False]
 
 
 def test_a_step_of_one_token_has_a_slot_to_spare(models: dict[str, Model]) -> None:

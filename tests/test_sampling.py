@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from leadout.errors import EngineError, UsageError
-from leadout.runtime.noise import Noise
+from leadout.runtime.drafters import Draft
+from leadout.runtime.judging import judge
+from leadout.runtime.noise import Noise, Purpose
 from leadout.runtime.sampling import Chain, Sampler, draw
 from leadout.runtime.settings import Settings
 
@@ -192,6 +195,22 @@ def test_token_ids_outside_the_vocabulary_are_refused():
     for options in ({"logit_bias": {VOCAB: 1.0}}, {"stop_token_ids": (VOCAB,)}):
         with pytest.raises(UsageError, match=f"token id {VOCAB} is outside the vocabulary"):
             Chain(Settings(**options), VOCAB, [], ())
+
+
+@pytest.mark.parametrize(("drafts", "rule", "tossed"), [(0, "block", 1), (2, "rejection", 2), (2, "block", 3)])
+def test_a_round_tosses_for_what_it_asks(monkeypatch: pytest.MonkeyPatch, drafts: int, rule: str, tossed: int) -> None:
+    """Ten microseconds of Python each: one without drafts, two to verify a guess, three to make a draft, too."""
+    asked = []
+    block = Noise._block
+    monkeypatch.setattr(Noise, "_block", lambda self, *counter: asked.append(counter) or block(self, *counter))
+    settings, noise = Settings(temperature=1.0, rule=rule), Noise(1)
+    sampler = Sampler(settings.acceptance_rule, Chain(settings, VOCAB, [1], []), noise)
+    q = [np.full(VOCAB, 1 / VOCAB)] * drafts if tossed == 3 else None
+    if q is not None:
+        noise.uniforms(4, Purpose.DRAFT, drafts)
+    row = SimpleNamespace(sampler=sampler, sequence=SimpleNamespace(length=4), settings=settings)
+    judge(row, Draft([1] * drafts, q), np.zeros((drafts + 1, VOCAB), np.float32))
+    assert len(asked) == len(set(asked)) == tossed
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200, 4097])
