@@ -61,7 +61,7 @@ class SlotEngine:
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0
         self._sessions: dict[tuple[str, bool], Any] = {}
-        self._steps: dict[tuple[int, int, int | None, int], Step] = {}
+        self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
