@@ -14,11 +14,13 @@ from .confidence import Watch, chance_of
 from .prefill import ALL, prefill
 from .sampling import Probs
 from .sequence import Row
-from .settings import MODEL_DRAFTS
+from .settings import MAX_DRAFT_LENGTH, MODEL_DRAFTS
 from .steps import Stepper
 from .trees import ABSENT, path
 from .verify import Verdict
 from .vocabulary import VocabularyMap
+
+_AHEAD = 2 * MAX_DRAFT_LENGTH + 1  # tokens: a draft, and the one that is made while it is verified
 
 
 @dataclass(slots=True)
@@ -106,8 +108,8 @@ class ModelDrafter:
 
     Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
     first step of a draft: there is no extra call. What is more than its ``reach`` it does not read: its cache begins
-    anew, there. The last drafted token is never fed. A draft ends early where the request allows none of the tokens
-    that the draft knows.
+    anew, there; and so it does, with half of its context, where the text grows beyond that. The last drafted token is
+    never fed. A draft ends early where the request allows none of the tokens that the draft knows.
     """
 
     watches = True  # whether it asks a Watch when to stop
@@ -117,19 +119,21 @@ class ModelDrafter:
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
         self._stepper, self._vocabulary = stepper, vocabulary
+        self._context = stepper.engine.spec.max_context
+        self._half = max(1, self._context // 2)
         self._reach = ALL
         self._valid: list[int] = []
         self._begins: list[int] = [0]
         self._base: list[int] = []
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        self._reach, begin, held = reach, 0, 0
+        self._reach, begin, held = min(reach, self._context), 0, 0
         if len(rows) == 1 and self._reads(rows[0]):
             prompt = rows[0].sequence.tokens[:-1]
-            begin = self._begins[0] if len(prompt) > reach else 0
+            begin = self._begins[0] if len(prompt) > self._reach else 0
             text = self._vocabulary.tokens(prompt[begin:])
             held = self._stepper.resume(text)
-            if held and len(text) - held > reach:
+            if held and len(text) - held > self._reach:
                 held = self._stepper.resume([])
         else:
             self._stepper.reset(len(rows))
@@ -147,13 +151,13 @@ class ModelDrafter:
         held, prompts = self._valid[0], [list[int]() for _ in rows]
         for place, row in enumerate(rows):
             if self._reads(row):
-                self._skip(place, row.sequence.length - 1)
+                self._skip(place, row, row.sequence.length - 1)
                 prompts[place] = row.sequence.tokens[self._begins[place] : -1]
         prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], held)
         self._valid = [len(prompt) for prompt in prompts]
 
-    def room(self, row: Row) -> int:  # its own context may be shorter than the target's
-        return max(0, self._stepper.engine.spec.max_context + 1 - row.sequence.length)
+    def room(self, row: Row) -> int:
+        return self._context + 1 - self._half  # as much as there is once it has begun anew
 
     def behind(self, rows: Items[Row]) -> int:
         reading = ((b, row) for b, row in enumerate(rows) if row.settings.draft in MODEL_DRAFTS)
@@ -222,21 +226,23 @@ class ModelDrafter:
         """Up to where in the row's text it need not read."""
         return self._begins[place] + self._valid[place]
 
-    def _skip(self, place: int, length: int) -> None:
-        """Begin anew where more is lacking of the row's first ``length`` tokens than is read."""
-        if length - self._known(place) > self._reach:
-            self._begins[place], self._valid[place] = length - self._reach, 0
+    def _skip(self, place: int, row: Row, length: int) -> None:
+        """Begin anew where more is lacking of the row's first ``length`` tokens than is read, or where what may be
+        drafted behind them would find no place."""
+        most = length + min(_AHEAD, row.sequence.room, self.room(row)) - self._begins[place]
+        if length - self._known(place) > self._reach or most > self._context + 1:
+            self._begins[place], self._valid[place] = max(0, length - min(self._reach, self._half)), 0
 
     def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:
         """What is to be read of the row's text and draft."""
         length = row.sequence.length
-        self._skip(place, length)
+        self._skip(place, row, length)
         known = self._known(place)
         return [*row.sequence.tokens[known:], *drafted[max(0, known - length) :]]
 
     def _reads(self, row: Row) -> bool:
         """Whether it may ever draft for the row."""
-        return row.settings.draft in MODEL_DRAFTS and self.room(row) > 0
+        return row.settings.draft in MODEL_DRAFTS
 
     def _beside(self, rows: Items[Row], lengths: Items[int], pending: Items[Items[int]]) -> Items[Items[int]]:
         """``pending``, and of rows that others draft for what the cache lacks: a step is a rectangle, so as much of it
@@ -244,7 +250,7 @@ class ModelDrafter:
         width, pieces = max(map(len, pending)), list(pending)
         for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             if n == 0 and self._reads(row):
-                self._skip(b, row.sequence.length)
+                self._skip(b, row, row.sequence.length)
                 known = self._known(b)
                 pieces[b] = row.sequence.tokens[known : known + width]
         return pieces

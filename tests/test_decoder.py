@@ -355,12 +355,12 @@ def test_a_row_nobody_drafts_for_is_fed_beside_the_others(monkeypatch):
     assert max(width for _, width in twin.calls[1:]) == 2
 
 
-def test_a_row_beyond_the_draft_s_context_is_not_fed(monkeypatch):
+def test_a_row_beyond_the_draft_s_context_is_drafted_from_its_end(monkeypatch):
     target, draft = toy_pair()[0], toy_pair(context=40)[1]
-    ends, forward = [], draft.forward
+    starts, forward = [], draft.forward
 
     def watched(tokens, past_lens, *more):
-        ends.append(int(past_lens.max()) + tokens.shape[1])
+        starts.append(int(past_lens.max()))
         return forward(tokens, past_lens, *more)
 
     monkeypatch.setattr(draft, "forward", watched)
@@ -368,8 +368,8 @@ def test_a_row_beyond_the_draft_s_context_is_not_fed(monkeypatch):
     expected = [decode([request], eos=())[0][0] for request in requests]
     texts, last = collect(Decoder(target, draft).decode(requests), 2)
     assert texts == expected and len(requests[1][0]) + len(texts[1]) > 60
-    assert all(last[i].stats.drafted > 5 for i in range(2))
-    assert max(ends) <= 40 + 2, "padding of a step of two stands behind its last token"
+    assert all(last[i].stats.drafted >= 2 * last[i].stats.rounds for i in range(2)), "to the end"
+    assert max(starts) < 40, "what stands behind its context is the padding of rows that begin anew"
 
 
 def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):

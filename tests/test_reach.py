@@ -129,6 +129,41 @@ def ahead_of_the_target_it_reads_no_other_text(*_):
     assert len(set(map(str, both.values()))) == 1 and both[ALL, False][1] > 20
 
 
+def beyond_its_context_it_goes_on_from_the_end(*_):
+    making = Decoder(toy_pair(VOCAB, context=256)[0], toy_pair(VOCAB, context=70)[1])
+    row = making._admit(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
+    drafter = making._model
+    drafter.reset([row])
+    drafter.prefill([row])
+    assert drafter._stepper.engine.calls == [(1, 35)], "with what is left a draft and the next find room"
+    assert drafted(drafter, row)[0] == from_the_end(LONG, 36)
+    drafter.observe(0, 0)
+    committed(row, 2)
+    assert drafted(drafter, row)[0] == from_the_end(row.sequence.tokens, 38), "nothing is read again before it must be"
+    drafter.observe(0, 0)
+    committed(row, 1)
+    assert drafted(drafter, row)[0] == from_the_end(row.sequence.tokens, 35) and drafter.lag == 35
+    drafter.observe(0, 0)
+    committed(row, 5)
+    row.sequence.limit = len(row.sequence.tokens) - 60 + 3  # the text ends before its context does
+    assert drafted(drafter, row, length=2)[0] == from_the_end(row.sequence.tokens, 40)[:2] and drafter.lag == 5
+
+
+def a_text_of_any_length_is_drafted_to_its_end(*_):
+    for context, length, ahead_too in ((40, 3, False), (40, 3, True), (12, 3, True), (5, 6, False), (1, 1, False)):
+        for sampling in ({}, {"temperature": 1.0, "seed": 3}):
+            settings = Settings(max_new_tokens=80, draft="model", draft_length=length, **sampling)
+            alone = Settings(max_new_tokens=80, draft="none", **sampling)
+            for prompts in ([LONG], [LONG, LONG[:7], LONG[:30]]):
+                target, draft = toy_pair(VOCAB, order=2, context=256)[0], toy_pair(VOCAB, order=2, context=context)[1]
+                made = Decoder(target, draft, costs=FixedCosts(), draft_ahead=ahead_too)
+                texts, last = collect(made.decode([(p, settings) for p in prompts], eos_token_ids=()), len(prompts))
+                plain = Decoder(toy_pair(VOCAB, order=2, context=256)[0], None)
+                assert texts == collect(plain.decode([(p, alone) for p in prompts], eos_token_ids=()), len(prompts))[0]
+                drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
+                assert min(drafts) > 0.9 * min(length, context + 1 - context // 2)
+
+
 def what_is_read_pays(*_):
     pace = Pace(costs(per_draft=0.1))
     auto, fixed = AutoLength(pace), FixedLength(3)
@@ -156,20 +191,33 @@ CHECKS = [
     beside_others_it_reads_as_much_as_they_draft,
     the_next_turn_goes_on_from_there,
     ahead_of_the_target_it_reads_no_other_text,
+    beyond_its_context_it_goes_on_from_the_end,
+    a_text_of_any_length_is_drafted_to_its_end,
     what_is_read_pays,
     a_decoder_asks_how_far,
 ]
 MODEL = drafters.ModelDrafter
 MUTANTS = [
     Mutant("all is read", MODEL, "_skip", "> self._reach", "> 10**9"),
-    Mutant("a cache that begins anew keeps its slots", MODEL, "_skip", "length - self._reach, 0", "length, 0"),
-    Mutant("a rest is made up for", MODEL, "_unfed", "self._skip(place, length)", "pass"),
+    Mutant(
+        "a cache that begins anew keeps its slots",
+        MODEL,
+        "_skip",
+        "length - min(self._reach, self._half)), 0",
+        "length), 0",
+    ),
+    Mutant("a rest is made up for", MODEL, "_unfed", "self._skip(place, row, length)", "pass"),
+    Mutant("a context is never full", MODEL, "_skip", "or most > self._context + 1", "or False"),
+    Mutant("a full context is begun with", MODEL, "_skip", "min(self._reach, self._half)", "self._reach"),
+    Mutant("a text near its end begins anew", MODEL, "_skip", "row.sequence.room, ", ""),
+    Mutant("nothing is drafted behind a draft", MODEL, "_skip", "min(_AHEAD, row.sequence.room, self.room(row))", "1"),
+    Mutant("a draft is as long as its context", MODEL, "room", "- self._half", ""),
     Mutant("it seems to lack all", MODEL, "behind", "min(self._reach, max(", "max(0, max("),
     Mutant("it seems to lack what it skipped", MODEL, "behind", "self._known(b)", "self._valid[b]"),
     Mutant("a row that moves begins where another did", MODEL, "move", ", self._begins[destination]", ", _"),
     Mutant("slots are places in the text", MODEL, "_begin", "row.sequence.length - begin", "row.sequence.length"),
     Mutant("what was fed ahead is kept whatever was said", MODEL, "keep", "length - self._begins[place]", "length"),
-    Mutant("a turn reads all that is new", MODEL, "reset", "len(text) - held > reach", "False"),
+    Mutant("a turn reads all that is new", MODEL, "reset", "len(text) - held > self._reach", "False"),
     Mutant("a turn begins where the text does", MODEL, "reset", "[begin if held else 0]", "[0]"),
     Mutant("a fixed draft depends on a clock", policy.Pace, "reach", "if not bills_of(policies)", "if False"),
     Mutant("the price does not matter", policy.Pace, "reach", "/ self._reading if", "/ 0.01 if"),
