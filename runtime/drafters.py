@@ -20,7 +20,7 @@ from .trees import ABSENT, path
 from .verify import Verdict
 from .vocabulary import VocabularyMap
 
-_AHEAD = 2 * MAX_DRAFT_LENGTH + 1  # tokens: a draft, and the one that is made while it is verified
+AHEAD = 2 * MAX_DRAFT_LENGTH + 1  # tokens: a draft, and the one that is made while it is verified
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class ModelDrafter:
     def _skip(self, place: int, row: Row, length: int) -> None:
         """Begin anew where more is lacking of the row's first ``length`` tokens than is read, or where what may be
         drafted behind them would find no place."""
-        most = length + min(_AHEAD, row.sequence.room, self.room(row)) - self._begins[place]
+        most = length + min(AHEAD, row.sequence.room, self.room(row)) - self._begins[place]
         if length - self._known(place) > self._reach or most > self._context + 1:
             self._begins[place], self._valid[place] = max(0, length - min(self._reach, self._half)), 0
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 from ..engines.base import LogitRow, Logits
 from ..errors import EngineError
 from .confidence import Watch
-from .drafters import Draft, ModelDrafter
+from .drafters import AHEAD, Draft, ModelDrafter
 from .held import agreement
 from .prefill import ALL
 from .retokenise import Tokenizers, Transcript
@@ -33,7 +33,8 @@ def model_drafter(stepper: Stepper, vocabulary: VocabularyMap) -> ModelDrafter:
 
 
 class ForeignDrafter(ModelDrafter):
-    """A draft model with its own tokenizer and cache. ``_cached[b]`` are the draft's ids in row b's cache."""
+    """A draft model with its own tokenizer and cache. ``_cached[b]`` are the draft's ids in row b's cache, of the row's
+    text from its ``_begins[b]``-th id on."""
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap, tokenizers: Tokenizers) -> None:
         """``vocabulary``: which of the draft's ids are the target's, by their bytes; it has no inputs."""
@@ -43,19 +44,21 @@ class ForeignDrafter(ModelDrafter):
         self._cached: list[list[int]] = []
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        """Reads all: what is lacking is known only in its own tokens, when it is read."""
+        """Holds nothing of the text before. Of what is lacking, which is known only in its own tokens, it reads
+        ``reach`` of those, and never less than what of the text is still cut anew."""
         self._stepper.reset(len(rows))
-        self._transcripts, self._cached = {}, [[] for _ in rows]
+        self._reach = min(reach, self._context)
+        self._transcripts, self._cached, self._begins = {}, [[] for _ in rows], [0] * len(rows)
 
     def unread(self, rows: Items[Row]) -> int:
         """In the target's tokens."""
-        return sum(row.sequence.length - 1 for row in rows)
+        return sum(min(row.sequence.length - 1, self._reach) for row in rows)
 
     def prefill(self, rows: Items[Row]) -> None:
         for row in rows:
             if row.settings.draft in MODEL_DRAFTS:
                 self._transcripts[row.index] = Transcript(self._tokenizers)
-        texts = [self._transcripts[row.index].own[:-1] if self.room(row) else [] for row in rows]
+        texts = [self._lacking(place, row)[:-1] if self.room(row) else [] for place, row in enumerate(rows)]
         if any(texts):
             self._feed(texts)
 
@@ -66,12 +69,12 @@ class ForeignDrafter(ModelDrafter):
         transcript.take(row.sequence.tokens)
         if not transcript.whole or not transcript.own:
             return 0
-        return max(0, self._stepper.engine.spec.max_context + 1 - len(transcript.own))
+        return super().room(row)
 
     def behind(self, rows: Items[Row]) -> int:
-        known = (self._transcripts.get(row.index) for row in rows)
-        pairs = zip(known, self._cached, strict=False)
-        return max((len(text.own) - len(cached) for text, cached in pairs if text is not None), default=0)
+        read = zip((self._transcripts.get(row.index) for row in rows), self._begins, self._cached, strict=False)
+        lacking = (len(text.own) - begin - len(cached) for text, begin, cached in read if text is not None)
+        return min(self._reach, max(lacking, default=0))
 
     watches = False  # a string-level draft's tokens are known only at its end
     resumes = False
@@ -94,7 +97,7 @@ class ForeignDrafter(ModelDrafter):
 
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
-        self._cached[destination] = list(self._cached[source])
+        self._cached[destination], self._begins[destination] = list(self._cached[source]), self._begins[source]
 
     def _writer(self, row: Row, length: int) -> TokenWriter | TextWriter | None:
         if length <= 0:
@@ -105,10 +108,20 @@ class ForeignDrafter(ModelDrafter):
 
     def _lacking(self, place: int, row: Row) -> list[int]:
         """The draft's ids of the text that its cache does not hold, one at least; the cache is rolled back to them."""
-        own, cached = self._transcripts[row.index].own, self._cached[place]
+        transcript, cached = self._transcripts[row.index], self._cached[place]
+        own = transcript.own[self._begins[place] :]
         valid = min(agreement(cached, own), len(own) - 1)
+        if len(own) - valid > self._reach or len(own) + min(AHEAD, ModelDrafter.room(self, row)) > self._context + 1:
+            self._begins[place] = self._anew(transcript)
+            own, valid = transcript.own[self._begins[place] :], 0
         del cached[valid:]
         return own[valid:]
+
+    def _anew(self, transcript: Transcript) -> int:
+        """Where in its own ids to begin: not among those that the next round may cut in another way, if they fit."""
+        size = len(transcript.own)
+        begin = max(0, size - min(self._reach, self._half))
+        return begin if begin <= transcript.settled else max(transcript.settled, size - self._half)
 
     def _feed(self, pending: Items[Items[int]]) -> Logits:
         cached = self._cached[: len(pending)]

@@ -51,6 +51,11 @@ class Transcript:
             self._settle()
         self.own = self._settled + continuation(self._tokenizers.draft, self._anchor, self._tail)
 
+    @property
+    def settled(self) -> int:
+        """How many of ``own``, from the first on, will stay."""
+        return len(self._settled)
+
     def drafted(self, own: Sequence[int]) -> list[int]:
         """The target's tokens of what the draft wrote in ``own`` ids after the text; an unfinished character is left
         out (2502.05202, algorithm 2: with look-back, for tokens depend on what is before them)."""

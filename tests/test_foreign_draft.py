@@ -122,11 +122,12 @@ def test_special_tokens_of_the_target_are_no_text(target_tokenizer: Tokenizer) -
 
 
 class Copyist:
-    """A target and a draft that mostly go on with ``text``, each in its own tokens, and beyond it as they like."""
+    """A target and a draft that mostly go on with ``text`` from what they have read of it, each in its own tokens, and
+    elsewhere as they like."""
 
-    def __init__(self, target: Tokenizer, draft: Tokenizer, text: str, share: float = 0.97) -> None:
+    def __init__(self, target: Tokenizer, draft: Tokenizer, text: str, share: float = 0.97, context: int = 256) -> None:
         self.share, self.text = share, text
-        self.engines = tuple(self._engine(t) for t in (target, draft))
+        self.engines = self._engine(target, 512), self._engine(draft, context)
         ours, theirs = target.get_vocab(), draft.get_vocab()
         outputs = np.full(max(theirs.values()) + 1, -1, np.int64)
         for token, i in theirs.items():
@@ -134,20 +135,20 @@ class Copyist:
         outputs[-1] = -1  # one they would share, had nobody left it out
         self.vocabulary = VocabularyMap(outputs, max(ours.values()) + 1, None, Tokenizers(target, draft))
 
-    def _engine(self, tokenizer: Tokenizer) -> ToyEngine:
+    def _engine(self, tokenizer: Tokenizer, most: int) -> ToyEngine:
         size = max(tokenizer.get_vocab().values()) + 1
         noise = table_law(size, seed=size, order=1, sharpness=2.0)
 
         def law(context: np.ndarray) -> np.ndarray:
             read, weights = tokenizer.decode(context.tolist()), noise(context)
-            if not read or not self.text.startswith(read):
+            if not read or (at := self.text.find(read)) < 0:
                 return weights
-            if rest := tokenizer.encode(self.text[len(read) :]).ids:
+            if rest := tokenizer.encode(self.text[at + len(read) :]).ids:
                 weights = (1 - self.share) * weights
                 weights[rest[0]] += self.share
             return weights
 
-        return ToyEngine(law, size, max_context=256)
+        return ToyEngine(law, size, max_context=most)
 
 
 RULES: list[dict[str, Any]] = [{}, {"temperature": 1.0, "rule": "coupled", "seed": 4}]
@@ -243,8 +244,40 @@ def test_caches_hold_the_text() -> None:
     caches_hold_the_text()
 
 
+def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
+    """Of long prompts and of what was written at rest; and where a text has outgrown the draft's context."""
+    target, draft, text = byte_level(420), byte_level(330), TEXT[:1500]
+    prompts = [target.encode(text[:n]).ids for n in (700, 20, 500)]
+    for sampling in RULES:
+        found: list[Any] = []
+        for context, reach, first in (
+            (1024, 1024, 370),
+            (1024, 40, 253),
+            (150, 1024, 74),
+            (60, 1024, 29),
+            (150, 40, 74),
+        ):
+            pair = Copyist(target, draft, text, context=context)
+            decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary)
+            decoder._pace.reach = lambda *_, reach=reach: reach  # type: ignore[method-assign, misc]
+            settings = Settings(max_new_tokens=40, draft="model", draft_length=4, **sampling)
+            texts, last = collect(decoder.decode([(prompt, settings) for prompt in prompts], eos_token_ids=()), 3)
+            stats = [last[i].stats for i in range(3)]
+            assert pair.engines[1].calls[0] == (3, first)
+            found.append((texts, [(s.drafted, s.accepted) for s in stats]))
+            assert all(s.drafted > 2.5 * s.rounds for s in stats), "to the end"
+        assert all(each == found[0] for each in found)
+        alone = [(prompt, Settings(max_new_tokens=40, draft="none", **sampling)) for prompt in prompts]
+        plain = Decoder(pair.engines[0], None)
+        assert collect(plain.decode(alone, eos_token_ids=()), 3)[0] == found[0][0]
+
+
+def test_the_end_of_a_text_is_enough() -> None:
+    the_end_of_a_text_is_enough()
+
+
 def drafts_are_silent_where_they_must(monkeypatch: Any = None) -> None:
-    """In the middle of a character, beyond the draft's context, and without text."""
+    """In the middle of a character, and without text; and a context of next to nothing changes no answer."""
     target, draft = byte_level(420), byte_level(330)
     pair = Copyist(target, draft, "x")
     settings = Settings(max_new_tokens=6, draft_length=4)
@@ -272,11 +305,25 @@ def test_drafts_are_silent_where_they_must() -> None:
     drafts_are_silent_where_they_must()
 
 
-CHECKS = [answers_stay, sampled_drafts_have_a_law, caches_hold_the_text, drafts_are_silent_where_they_must]
+CHECKS = [
+    answers_stay,
+    sampled_drafts_have_a_law,
+    caches_hold_the_text,
+    drafts_are_silent_where_they_must,
+    the_end_of_a_text_is_enough,
+]
 MUTANTS = [
     Mutant("the cache is not rolled back", foreign_draft.ForeignDrafter, "_lacking", "del cached[valid:]", "pass"),
     Mutant("old ids are taken for the text's", foreign_draft.ForeignDrafter, "_lacking", "agreement(cached, own)",
            "len(cached)"),
+    Mutant("all is read", foreign_draft.ForeignDrafter, "_lacking", "> self._reach", "> 10**9"),
+    Mutant("a context is never full", foreign_draft.ForeignDrafter, "_lacking", "> self._context + 1", "> 10**9"),
+    Mutant("it begins where the text is still cut anew", foreign_draft.ForeignDrafter, "_anew", "<= transcript.settled",
+           "<= 10**9"),
+    Mutant("what is still cut anew is read at any price", foreign_draft.ForeignDrafter, "_anew",
+           "max(transcript.settled, size - self._half)", "transcript.settled"),
+    Mutant("a row that moves begins where another did", foreign_draft.ForeignDrafter, "move",
+           ", self._begins[destination]", ", _"),
     Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
            "self._stepper.engine.copy_row(source, destination)", "pass"),
     Mutant("drafted tokens are fed as the target's ids", foreign_draft.TokenWriter, "take",

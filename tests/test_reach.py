@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant("a context is never full", MODEL, "_skip", "or most > self._context + 1", "or False"),
     Mutant("a full context is begun with", MODEL, "_skip", "min(self._reach, self._half)", "self._reach"),
     Mutant("a text near its end begins anew", MODEL, "_skip", "row.sequence.room, ", ""),
-    Mutant("nothing is drafted behind a draft", MODEL, "_skip", "min(_AHEAD, row.sequence.room, self.room(row))", "1"),
+    Mutant("nothing is drafted behind a draft", MODEL, "_skip", "min(AHEAD, row.sequence.room, self.room(row))", "1"),
     Mutant("a draft is as long as its context", MODEL, "room", "- self._half", ""),
     Mutant("it seems to lack all", MODEL, "behind", "min(self._reach, max(", "max(0, max("),
     Mutant("it seems to lack what it skipped", MODEL, "behind", "self._known(b)", "self._valid[b]"),
