@@ -127,7 +127,7 @@ class SlotEngine:
 
     @property
     def variant(self) -> str:
-        """The name of the graph that runs now."""
+        """The name of the chosen graph (off ``even`` another may run in its place)."""
         return self._variant
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
@@ -260,8 +260,6 @@ class SlotEngine:
 
         Raises EngineError for a batch the variant cannot take.
         """
-        if self._closed:
-            raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets += 1
@@ -325,6 +323,8 @@ class SlotEngine:
 
     def _open(self, variant: str, *, graphs: bool) -> Any:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
+        if self._closed:
+            raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if (variant, graphs) not in self._sessions:
             where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
             try:
@@ -363,8 +363,6 @@ class SlotEngine:
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all
         shapes share one buffer: a view lives until the next call."""
-        if self._closed:
-            raise EngineError(f"the engine of {self._model.folder.name} is closed")
         if not 1 <= rows <= self._batch:
             raise EngineError(f"{rows} rows given, the engine has {self._batch}")
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)

@@ -121,13 +121,14 @@ class ModelDrafter:
         self._stepper, self._vocabulary = stepper, vocabulary
         self._context = stepper.engine.spec.max_context
         self._half = max(1, self._context // 2)
+        self._room = self._context + 1 - self._half  # for drafts, once its cache has begun anew
         self._reach = ALL
         self._valid: list[int] = []
         self._begins: list[int] = [0]
         self._base: list[int] = []
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        self._reach, begin, held = min(reach, self._context), 0, 0
+        self._reach, begin, held = self._most(reach), 0, 0
         if len(rows) == 1 and self._reads(rows[0]):
             prompt = rows[0].sequence.tokens[:-1]
             begin = self._begins[0] if len(prompt) > self._reach else 0
@@ -157,7 +158,7 @@ class ModelDrafter:
         self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:
-        return self._context + 1 - self._half  # as much as there is once it has begun anew
+        return self._room
 
     def behind(self, rows: Items[Row]) -> int:
         reading = ((b, row) for b, row in enumerate(rows) if row.settings.draft in MODEL_DRAFTS)
@@ -218,6 +219,10 @@ class ModelDrafter:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
 
+    def _most(self, reach: int) -> int:
+        """How much of that is ever read at once: all where a context holds it, of less no more than half of one."""
+        return self._context if reach >= self._context else min(reach, self._half)
+
     def _begin(self, rows: Items[Row], lag: int) -> None:
         pairs = zip(rows, self._begins, strict=False)
         self._base, self.lag, self.steps = [row.sequence.length - begin for row, begin in pairs], lag, 0
@@ -229,8 +234,8 @@ class ModelDrafter:
     def _skip(self, place: int, row: Row, length: int) -> None:
         """Begin anew where more is lacking of the row's first ``length`` tokens than is read, or where what may be
         drafted behind them would find no place."""
-        most = length + min(AHEAD, row.sequence.room, self.room(row)) - self._begins[place]
-        if length - self._known(place) > self._reach or most > self._context + 1:
+        ends = length + min(AHEAD, row.sequence.room, self._room) - self._begins[place]
+        if length - self._known(place) > self._reach or ends > self._context + 1:
             self._begins[place], self._valid[place] = max(0, length - min(self._reach, self._half)), 0
 
     def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:

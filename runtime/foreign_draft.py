@@ -47,7 +47,7 @@ class ForeignDrafter(ModelDrafter):
         """Holds nothing of the text before. Of what is lacking, which is known only in its own tokens, it reads
         ``reach`` of those, and never less than what of the text is still cut anew."""
         self._stepper.reset(len(rows))
-        self._reach = min(reach, self._context)
+        self._reach = self._most(reach)
         self._transcripts, self._cached, self._begins = {}, [[] for _ in rows], [0] * len(rows)
 
     def unread(self, rows: Items[Row]) -> int:
@@ -69,7 +69,7 @@ class ForeignDrafter(ModelDrafter):
         transcript.take(row.sequence.tokens)
         if not transcript.whole or not transcript.own:
             return 0
-        return super().room(row)
+        return self._room
 
     def behind(self, rows: Items[Row]) -> int:
         read = zip((self._transcripts.get(row.index) for row in rows), self._begins, self._cached, strict=False)
@@ -111,7 +111,7 @@ class ForeignDrafter(ModelDrafter):
         transcript, cached = self._transcripts[row.index], self._cached[place]
         own = transcript.own[self._begins[place] :]
         valid = min(agreement(cached, own), len(own) - 1)
-        if len(own) - valid > self._reach or len(own) + min(AHEAD, ModelDrafter.room(self, row)) > self._context + 1:
+        if len(own) - valid > self._reach or len(own) + min(AHEAD, self._room) > self._context + 1:
             self._begins[place] = self._anew(transcript)
             own, valid = transcript.own[self._begins[place] :], 0
         del cached[valid:]

@@ -319,6 +319,9 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
         engine.forward(tokens(C, 1, 2), START)
     with pytest.raises(EngineError, match="closed"):
         engine.reset(1)
+    with pytest.raises(EngineError, match="closed"):
+        engine.even = False
+    assert not engine._sessions, "and nothing is opened anew"
 
 
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:

@@ -133,6 +133,8 @@ def beyond_its_context_it_goes_on_from_the_end(*_):
     making = Decoder(toy_pair(VOCAB, context=256)[0], toy_pair(VOCAB, context=70)[1])
     row = making._admit(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
     drafter = making._model
+    drafter.reset([row], 50)
+    assert drafter.unread([row]) == 35, "half of its context"
     drafter.reset([row])
     drafter.prefill([row])
     assert drafter._stepper.engine.calls == [(1, 35)], "with what is left a draft and the next find room"
@@ -207,11 +209,12 @@ MUTANTS = [
         "length), 0",
     ),
     Mutant("a rest is made up for", MODEL, "_unfed", "self._skip(place, row, length)", "pass"),
-    Mutant("a context is never full", MODEL, "_skip", "or most > self._context + 1", "or False"),
+    Mutant("a context is never full", MODEL, "_skip", "or ends > self._context + 1", "or False"),
     Mutant("a full context is begun with", MODEL, "_skip", "min(self._reach, self._half)", "self._reach"),
     Mutant("a text near its end begins anew", MODEL, "_skip", "row.sequence.room, ", ""),
-    Mutant("nothing is drafted behind a draft", MODEL, "_skip", "min(AHEAD, row.sequence.room, self.room(row))", "1"),
-    Mutant("a draft is as long as its context", MODEL, "room", "- self._half", ""),
+    Mutant("nothing is drafted behind a draft", MODEL, "_skip", "min(AHEAD, row.sequence.room, self._room)", "1"),
+    Mutant("a draft is as long as its context", MODEL, "__init__", "+ 1 - self._half", "+ 1"),
+    Mutant("it seems to read more than it does", MODEL, "_most", "min(reach, self._half)", "reach"),
     Mutant("it seems to lack all", MODEL, "behind", "min(self._reach, max(", "max(0, max("),
     Mutant("it seems to lack what it skipped", MODEL, "behind", "self._known(b)", "self._valid[b]"),
     Mutant("a row that moves begins where another did", MODEL, "move", ", self._begins[destination]", ", _"),
