@@ -159,6 +159,7 @@ def test_a_small_model_has_a_graph_of_its_own_for_steps_that_may_round_as_they_l
     if not fused_is_even(models["fp32"]):
         return
     row, engine, bare = tokens(C, 1, 300), SlotEngine(models["fp32"], exact=True), SlotEngine(models["fp32"])
+    fresh = SlotEngine(models["fp32"], exact=True)
 
     def graph() -> str:
         return next(name for (name, _), session in engine._sessions.items() if session is engine._session)
@@ -178,11 +179,13 @@ def test_a_small_model_has_a_graph_of_its_own_for_steps_that_may_round_as_they_l
     engine.even = False
     assert engine._steps == kept, "to choose again binds nothing anew"
     engine.reserve(513)  # the cache moves, and no graph's steps may go on writing where it was
-    for each in (engine, bare):
+    for each in (engine, bare, fresh):
         each.forward(row[:, :200], START)
     assert same_step(200)
     engine.even = True
     assert not same_step(200)
+    steps = [each.forward(row[:, 200:201], at(200)).copy() for each in (engine, fresh)]
+    assert np.array_equal(*steps)
     pinned = SlotEngine(models["fp32"], variant="gqa_even")
     monkeypatch.setattr(variants, "_SMALL", models["fp32"].entry.parameters - 1)
     for each in (engine, pinned):
