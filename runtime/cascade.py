@@ -83,13 +83,13 @@ def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
 def beside(speed: float, tokens: float, written: float, pace: Pace) -> float:
     """Tokens a second of a round without the draft model, which then lacks all that was ``written`` in a row of it:
     what the model takes to catch up is of that round's making. ``speed`` is that of its ``tokens`` alone."""
-    return tokens / (tokens / speed + pace.catch_up(written + 1.0)) if speed else 0.0
+    return tokens / (tokens / speed + pace.prices.catch_up(pace.rows, written + 1.0)) if speed else 0.0
 
 
 def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
     """What ``plans`` are worth a second where they are cut best, and so cut."""
     rows, modelled = len(plans), any(plan.length for plan in plans)
-    seconds = pace.seconds(rows) if modelled else pace.seconds_without_draft(rows)
+    seconds = pace.prices.with_model(rows) if modelled else pace.prices.without_model(rows)
     ahead = BY_DRAFTS if modelled else BY_GUESSES
     wanted = [(plan.expected, plan.drafts) if plan.expected else ((1.0,), 0) for plan in plans]
     fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
@@ -191,7 +191,7 @@ class Cascade:
         self._told = len(tokens)
         if self._settles:
             self._spent += perf_counter() - started
-            self._vigil.settle(self._saved, self._pace.costs.usual(self._spent), chosen=self._chosen)
+            self._vigil.settle(self._saved, self._pace.prices.costs.usual(self._spent), chosen=self._chosen)
             self._settles = False
 
     @property
@@ -266,11 +266,11 @@ class Cascade:
         row's share of such rounds), less its share of what a step as wide as this one takes longer, and of what the
         draft model, if it would have been asked, has to make up for. Steps alone: the host's part is what asking makes
         longer."""
-        rows, steps = len(drafts), self._pace.steps(len(drafts))
+        rows, steps = len(drafts), self._pace.prices.steps(len(drafts))
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        missed = self._pace.catch_up(tokens + 1) / rows if self._otherwise else 0.0
+        missed = self._pace.prices.catch_up(self._pace.rows, tokens + 1) / rows if self._otherwise else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _settle_promises(self, new: Sequence[int]) -> None:
@@ -305,13 +305,13 @@ class Cascade:
         if self._fixed is not None:
             return self._fixed
         if self._model is None:
-            return self._pace.first_length(limit, rows)
-        return 0 if self._pace.wants_plain(limit, rows) else None
+            return self._pace.survey.first_length(limit, rows)
+        return 0 if self._pace.survey.wants_plain(limit, rows) else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
-        seconds, factor = self._pace.seconds_without_draft(rows), self._discount.factor
+        seconds, factor = self._pace.prices.without_model(rows), self._discount.factor
         plan, plain, self._promised, self._best = Plan(), seconds[0], 1.0, ((), ())
         best = 0.0 if whole else 1.0 / plain
         for each in self._drafters:
@@ -346,7 +346,7 @@ class Cascade:
     def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
         """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
         assert self._model is not None
-        factors, seconds = self._experience.easiness.factors(self._promised), self._pace.seconds(rows)
+        factors, seconds = self._experience.easiness.factors(self._promised), self._pace.prices.with_model(rows)
         if rows > 1:
             return allotted, factors[allotted] * self._model.speed(allotted, rows)
         tokens = self._model.tokens[: limit + 1]

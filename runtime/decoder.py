@@ -182,7 +182,7 @@ class Decoder:
         clock = Clock(self._epoch)
         if rows:
             self._read(rows)
-            self._pace.narrowest = self._target.narrowest
+            self._pace.prices.narrowest = self._target.narrowest
             for row in rows:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
@@ -228,7 +228,7 @@ class Decoder:
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
-                took, past = perf_counter() - started, self._pace.past
+                took, past = perf_counter() - started, self._pace.prices.past
                 self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.lag)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
@@ -298,7 +298,7 @@ class Decoder:
             width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify")
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
-            step = len(rows), width, took, self._pace.past
+            step = len(rows), width, took, self._pace.prices.past
             self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
                 tokens, lag = [verdict.accepted + 1 for verdict in verdicts], self._drafting.lag

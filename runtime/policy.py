@@ -8,78 +8,57 @@ from collections.abc import Callable, Iterable, Sequence
 from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import TRIAL, Bill
 from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
-from .costs import LONGEST_FIRST, ONE_STEP, Costs
+from .costs import Costs
 from .free import Calibration
 from .gain import BY_DRAFTS, pays, worth
 from .ledger import Ledger
 from .prefill import ALL
+from .prices import Prices
+from .reading import Reading
 from .rest import Rest
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
+from .survey import Survey
 from .verify import Outcomes
 
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
-# Tokens of a prompt that are read. (Of the demo pair 1 to 2 would do; other texts may look farther back.) How much
-# cheaper one is than a plain round, before it was measured.
-_READ, _LEAST_READ, _CHEAPER = 3.0, 32, 20.0
-_A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
 
 class Pace:
-    """What all requests of a decoder share about the draft model: costs, acceptance so far, and the off switch."""
+    """What all requests of a decoder share about the draft model: prices, acceptance so far, and the off switch."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
-        """``narrowest`` is the least width the target steps with; requests may differ in it."""
-        self.costs, self.narrowest = costs, narrowest
+        """``narrowest`` as for ``Prices``."""
+        self.prices = Prices(costs, narrowest)
         self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
+        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
         self.bills = {False: Bill(), True: Bill()}
         self.ledger = Ledger()
+        self.survey = Survey(self.prices, self.ledger)
         self.rest = Rest()
-        self.otherwise = 0.0  # tokens a second that guesses promise in this round; 0 where nobody guesses
-        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
+        self._reading = Reading(self.prices)
         self.rows = 1  # that share the round's step
-        self._length = 0  # just chosen; 0 where it was not chosen for its speed
+        self.otherwise = 0.0  # tokens a second that guesses promise in this round; 0 where nobody guesses
         self.explores = False  # the length just given is measured or tried, whatever it promises
         self._measures = False  # it is measured
-        self._unclear = False  # what a plain step takes decides whether to draft
-        self._reading = 0.0  # seconds that the draft model takes for a token of a prompt
-        # Whose prompts it read, the seconds that took, and whether it has proposed since.
-        self._read: tuple[list[Bill], float] = [], 0.0
-        self._proposed = False
-        self._round = self.past = 0
-        self._lag: Callable[[], int] = lambda: 0
-        self._steps: dict[int, list[float]] = {}
-        self._free: dict[int, list[float]] = {}
-        self._modelled: dict[int, list[float]] = {}
-        self._missed: dict[int, float] = {}
-        self._first: dict[tuple[int, int], int | None] = {}
-        self._plain: dict[tuple[int, int], bool] = {}
+        self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
+        self._round = 0
+        self._lag: Callable[[], int] = lambda: 0
 
     def start(self) -> None:
         """New requests begin: the switch is on. What was read for the last ones is on the bill now."""
         self.enter()
         self.rest.restart()
-        bills, seconds = self._read
-        for bill in bills:
-            if self._proposed:
-                bill.charge(seconds)
-            else:
-                bill.record(-seconds)
-        self._read, self._proposed = ([], 0.0), False
+        self._reading.end()
 
     def reach(self, policies: Sequence[Policy], room: int) -> int:
-        """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens. The farther
-        one is from the end, the less it adds: of acceptance 1.1 / n is lost if only the last n are read (demo pair,
-        four kinds of text). So the optimum goes with the root of an answer's time over that of a token of a prompt.
-        All, where a draft is fixed: it depends on no clock."""
-        if not bills_of(policies):
-            return ALL
-        cheaper = self.seconds_without_draft(len(policies))[0] / self._reading if self._reading else _CHEAPER
-        return max(_LEAST_READ, round(_READ * math.sqrt(room * cheaper)))
+        """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens; all, where
+        a draft is fixed: it depends on no clock."""
+        return self._reading.reach(len(policies), room) if bills_of(policies) else ALL
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
         """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
@@ -87,18 +66,14 @@ class Pace:
         bills = bills_of(policies)
         if not bills or not lose(bills):
             return False
-        if not self.rest.affords(self._reading * tokens + self._trial(bills, self.rows)):
+        if not self.rest.affords(self.prices.reading * tokens + self._trial(bills, self.rows)):
             return True
         self._attempt(bills)
         return False
 
     def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
-        """The draft model read so many ``tokens`` of these requests' prompts, which took so long. (What a few take says
-        little of what one of many does.) The first time it is a measurement, and on nobody's bill."""
-        self._read, self._proposed = (bills_of(policies) if self._reading else [], self.costs.usual(seconds)), False
-        if tokens >= _A_PROMPT or (tokens and not self._reading):
-            self._reading = self.costs.usual(seconds) / tokens
-            self._missed.clear()
+        """The draft model read so many ``tokens`` of these requests' prompts, which took so long."""
+        self._reading.begin(bills_of(policies), tokens, seconds)
 
     def enter(self) -> None:
         """Take in what rounds showed: now all estimates are of this minute."""
@@ -107,78 +82,24 @@ class Pace:
 
     def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
         """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
-        draft lacks. Costs change slowly: those looked up serve for 8 rounds, and of rest for 32; a length that was
-        chosen for its speed serves until what rounds showed is entered."""
+        draft lacks. Prices serve for 8 rounds, and of rest for 32; a length that was chosen for its speed serves until
+        what rounds showed is entered."""
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
-            self.rest.tick(self.seconds_without_draft(self.rows)[0])
+            self.rest.tick(self.prices.without_model(self.rows)[0])
         self._round += 1
-        self.past, self._lag = past, lag
+        self.prices.past, self._lag = past, lag
         self.ledger.due |= self._round < _FRESH
         fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
-            for table in (self._steps, self._free, self._modelled, self._missed):
-                table.clear()
-        if fresh or any(length is not None for length in self._first.values()):
-            self._first.clear()
-        if fresh or any(self._plain.values()):
-            self._plain.clear()
+            self.prices.renew()
+        self.survey.tick(fresh=fresh)
 
     def idle(self, rows: int) -> bool:
         """Whether the draft model rests through this round of so many rows, for not even a try can be due."""
         self.rows = rows
         return self.rest.resting and self._round % _REFRESH != 0
-
-    def steps(self, rows: int) -> list[float]:
-        """Expected seconds of the target's step that verifies 0..63 drafts (one each while nothing is measured)."""
-        if (known := self._steps.get(rows)) is None:
-            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_GUESS_LENGTH + 2)
-            widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
-            known = self._steps[rows] = [steps[width] for width in widths]
-        return known
-
-    def seconds_without_draft(self, rows: int) -> list[float]:
-        """The same of a whole round, with drafts that cost nothing. Without a draft it is a step as such steps are
-        where no draft model runs, if that is known."""
-        if (known := self._free.get(rows)) is None:
-            host, steps = self.costs.host(rows), self.steps(rows)
-            plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
-            known = self._free[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
-        return known
-
-    def seconds(self, rows: int) -> list[float]:
-        """The same with drafts of the draft model."""
-        if (known := self._modelled.get(rows)) is None:
-            drafts, free = self.costs.drafts(rows, self.past), self.seconds_without_draft(rows)
-            known = self._modelled[rows] = [draft + step for draft, step in zip(drafts, free, strict=True)]
-        return known
-
-    def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
-        """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
-        known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
-        place = min(limit, LONGEST_FIRST), rows
-        if self._doubts(rows):
-            first: int | None = 0
-        elif place in self._first:
-            first = self._first[place]
-        else:
-            first = self._first[place] = self.costs.first_length(*place, self.narrowest, best)
-        self.ledger.due |= first is not None
-        return first
-
-    def wants_plain(self, limit: int, rows: int) -> bool:
-        """Whether a step without any draft is to be measured next, whoever might draft."""
-        place = min(limit, LONGEST_FIRST), rows
-        if place not in self._plain:
-            self._plain[place] = self.costs.first_length(*place, self.narrowest) == 0
-        wants = self._plain[place] or self._doubts(rows)
-        self.ledger.due |= wants
-        return wants
-
-    def _doubts(self, rows: int) -> bool:
-        """Whether what a plain step takes decides whether to draft, and is hardly known."""
-        return self._unclear and self.costs.lacks_plain(rows)
 
     def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
         """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
@@ -201,16 +122,16 @@ class Pace:
     def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
-        self._proposed = True
+        self._reading.proposed = True
         if not self._measures and length <= MAX_GUESS_LENGTH:
             self.ledger.note(self._settle, bills_of(policies), tokens, length, lag, self.otherwise)
 
     def _settle(self, bills: Sequence[Bill], tokens: Sequence[int], length: int, lag: int, otherwise: float) -> None:
-        took = self.seconds(self.rows)[length] + self.catch_up(lag)
-        plain, step = self.seconds_without_draft(self.rows)[0], self.costs.host(self.rows) + self.steps(self.rows)[0]
+        prices, rows = self.prices, self.rows
+        took = prices.with_model(rows)[length] + prices.catch_up(rows, lag)
+        plain, step = prices.without_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
-        without = worth(tokens, BY_DRAFTS) * plain / max(self.rows, step * otherwise)
-        without *= 1.0 + self.costs.doubt(self.rows)
+        without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * otherwise) * (1.0 + prices.costs.doubt(rows))
         for bill in bills:
             bill.record(without - took)
 
@@ -222,12 +143,12 @@ class Pace:
             return None
         chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
         limits = [min(limit, MAX_DRAFT_LENGTH) for limit in limits]
-        return Watch(chances, rates, limits, self.seconds(self.rows), self._local(auto))
+        return Watch(chances, rates, limits, self.prices.with_model(self.rows), self._local(auto))
 
     def _local(self, auto: Sequence[AutoLength]) -> float:
         """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:
         the price of time is the rate at which their text is written here and now."""
-        seconds, length = self.seconds(self.rows), self._length
+        seconds, length = self.prices.with_model(self.rows), self._length
         tokens = took = 0.0
         for policy in auto:
             seen = policy.sureness
@@ -239,12 +160,14 @@ class Pace:
     def _tries(self, bills: Sequence[Bill], rows: int) -> bool:
         """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
         nothing."""
-        return not self.idle(rows) and self.rest.affords(self._trial(bills, rows) + self.catch_up(self._lag()))
+        if self.idle(rows):
+            return False
+        return self.rest.affords(self._trial(bills, rows) + self.prices.catch_up(rows, self._lag()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
         """Seconds that a try takes beyond rounds without drafts: one round; where the draft model has not earned what
         it took, as many as a new bill asks for."""
-        seconds = self.seconds(rows)
+        seconds = self.prices.with_model(rows)
         return (TRIAL if lose(bills) else 1) * (seconds[_PROBE_LENGTH] - seconds[0])
 
     def _attempt(self, bills: Sequence[Bill]) -> None:
@@ -253,13 +176,6 @@ class Pace:
             for bill in bills:
                 bill.clear()
         self.rest.attempt()
-
-    def catch_up(self, lag: float) -> float:
-        """Seconds that the draft model takes for ``lag`` tokens that it lacks: as long as for those of a prompt while
-        that was never measured."""
-        if (each := self._missed.get(self.rows)) is None:
-            each = self._missed[self.rows] = self.costs.catch_up(self.rows, ONE_STEP + 1, self._reading)
-        return max(0.0, lag - ONE_STEP) * each
 
     def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         self._length = 0
@@ -271,8 +187,8 @@ class Pace:
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
             return 0
-        reach = max(request.reach for request, _ in requests)
-        first = self.first_length(min(longest, reach), rows, lambda: _largest(self._hopes(requests, rows, _HOPE)))
+        worthwhile = min(longest, max(request.reach for request, _ in requests))
+        first = self.survey.first_length(worthwhile, rows, lambda: _largest(self._hopes(requests, rows, _HOPE)))
         if first is not None:
             self.explores = self._measures = True
             return first
@@ -282,7 +198,7 @@ class Pace:
             return _PROBE_LENGTH
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)
-        self._unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
+        self.survey.unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
         if not best:
@@ -293,7 +209,7 @@ class Pace:
         return best
 
     def _pays(self, speeds: Sequence[float], length: int, rows: int) -> bool:
-        seconds = self.seconds(rows)
+        seconds = self.prices.with_model(rows)
         return length > 0 and pays(speeds[length] / speeds[0], seconds[length] / seconds[0])
 
     def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
@@ -311,9 +227,9 @@ class Pace:
     def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
         """The same as they are expected; of a round without drafts the least that it may be, as far as is known: to
         draft in vain shows on a bill, to rest in vain nowhere."""
-        together = zip(_tokens_of(requests), self.seconds(rows), strict=False)
+        together = zip(_tokens_of(requests), self.prices.with_model(rows), strict=False)
         speeds = [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
-        return [speeds[0] / (1.0 + self.costs.doubt(rows)), *speeds[1:]]
+        return [speeds[0] / (1.0 + self.prices.costs.doubt(rows)), *speeds[1:]]
 
 
 def bills_of(policies: Sequence[Policy]) -> list[Bill]:
@@ -372,7 +288,7 @@ class AutoLength:
         """What the last round's verdict was (nothing if nothing was drafted); how sure the draft was of its tokens."""
         if outcomes:
             if classes:
-                self.sureness.record(classes, outcomes, self._pace.seconds(self._pace.rows)[len(classes)])
+                self.sureness.record(classes, outcomes, self._pace.prices.with_model(self._pace.rows)[len(classes)])
             self._acceptance.observe(outcomes)
             self._lasting.observe(outcomes)
             self.tokens = self._acceptance.expected_tokens()
@@ -384,7 +300,7 @@ class AutoLength:
 
     def speed(self, length: int, rows: int) -> float:
         """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
-        return self.tokens[min(length, len(self.tokens) - 1)] / self._pace.seconds(rows)[length]
+        return self.tokens[min(length, len(self.tokens) - 1)] / self._pace.prices.with_model(rows)[length]
 
 
 Policy = FixedLength | AutoLength

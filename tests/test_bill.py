@@ -9,7 +9,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import costs, next_length
 
-from leadout.runtime import bill, decoder, policy
+from leadout.runtime import bill, decoder, policy, reading
 from leadout.runtime.bill import Bill
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
@@ -85,7 +85,7 @@ def amounts_are_right():
     """Without a guess, with one, with text to make up for, with plain steps that are shorter on their own."""
     pace, took = a_pace(), 1.0 + 2 * (DRAFT + TOKEN)
     request, recorded = settled(pace, 0.0, 2.0, 0.5)
-    pace.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
+    pace.prices.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
     pace.tick()
     pace.settle([request], [3], 2, 12)
     pace.enter()
@@ -203,7 +203,7 @@ def a_model_that_abstains_reads_nothing():
     (text,), _ = ask("none")
     draft.calls.clear()
     spoiled(both._pace.bills[False])
-    both._pace._reading = math.inf
+    both._pace.prices.reading = math.inf
     assert ask()[0] == [text] and (1, 3) not in draft.calls, "it may be tried later, and makes up for all then"
     for _ in range(40):
         both._pace.bills[False].record(1.0)
@@ -261,7 +261,7 @@ MUTANTS = [
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "_settle", "step * otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
-    Mutant("what it missed is free", policy.Pace, "_settle", "+ self.catch_up(lag)", ""),
+    Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
     Mutant("one loses, all rest", policy, "lose", "all(", "any("),
@@ -271,10 +271,10 @@ MUTANTS = [
     Mutant("a try is one round", policy.Pace, "_trial", "TRIAL if lose(bills) else 1", "1"),
     Mutant("a promise is a success", policy.Pace, "_joint", "any(bill.is_new", "any(False and bill.is_new"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
-    Mutant("reading is free", policy.Pace, "start", "bill.record(-seconds)", "pass"),
-    Mutant("reading is free where it was of use", policy.Pace, "start", "bill.charge(seconds)", "pass"),
-    Mutant("its price is measured at its cost", policy.Pace, "told", "if self._reading else []", ""),
-    Mutant("reading is chance", policy.Pace, "start", "bill.charge(seconds)", "bill.record(-seconds)"),
+    Mutant("reading is free", reading.Reading, "end", "bill.record(-seconds)", "pass"),
+    Mutant("reading is free where it was of use", reading.Reading, "end", "bill.charge(seconds)", "pass"),
+    Mutant("its price is measured at its cost", reading.Reading, "begin", "if self._prices.reading else []", ""),
+    Mutant("reading is chance", reading.Reading, "end", "bill.charge(seconds)", "bill.record(-seconds)"),
     Mutant("a charge is a gain", bill.Bill, "charge", "-= seconds", "+= seconds"),
     Mutant("no round is enough", bill.Bill, "loses", "not self.is_new and", ""),
     Mutant(

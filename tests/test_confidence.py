@@ -85,7 +85,7 @@ def test_nothing_is_watched_where_a_length_is_measured_or_tried():
     pace.tick()
     assert pace.lengths([policy], [16], 1)[0] > 0
     assert pace.watch([policy], [16]).limits == [16]
-    pace.costs._samples.clear()
+    pace.prices.costs._samples.clear()
     pace.tick()
     assert pace.lengths([policy], [16], 1) == [4] and pace.watch([policy], [16]) is None
 

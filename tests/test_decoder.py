@@ -244,9 +244,9 @@ def test_where_nobody_could_compare_bits_the_target_steps_by_one(seed, narrowest
         collect(decoder.decode([([1, 2], settings)]), 1)
         assert {width for _, width in pair[0].calls[-5:]} == {narrowest}
         assert {step.width for step in decoder.costs.counts - before if step.part == "target"} == {narrowest}
-        assert decoder._pace.narrowest == narrowest
+        assert decoder._pace.prices.narrowest == narrowest
         collect(decoder.decode([([1, 2], Settings(max_new_tokens=1))]), 1)  # greedy: by two again
-        assert decoder._pace.narrowest == 2 and pair[0].calls[-1][1] == 2
+        assert decoder._pace.prices.narrowest == 2 and pair[0].calls[-1][1] == 2
 
 
 class Faulty(ToyEngine):

@@ -7,7 +7,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import costs, next_length
 
-from leadout.runtime import decoder, ledger, policy
+from leadout.runtime import decoder, ledger, policy, survey
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.ledger import Ledger
@@ -78,16 +78,16 @@ def what_is_measured_is_known_at_once():
         if not pace.explores:
             break
         measured.append(pace.lengths([request], [16], 1)[0])
-        pace.ledger.note(pace.costs.record_target, 1, measured[-1] + 1, 1.0 + 0.02 * measured[-1])
-        pace.ledger.note(pace.costs.record_draft, 1, measured[-1], 0.02 * measured[-1])
+        pace.ledger.note(pace.prices.costs.record_target, 1, measured[-1] + 1, 1.0 + 0.02 * measured[-1])
+        pace.ledger.note(pace.prices.costs.record_draft, 1, measured[-1], 0.02 * measured[-1])
         assert len(measured) < 20
     assert len(set(measured)) >= 3 and all(measured.count(length) == 2 for length in measured)
     pace = Pace(Costs())
     for _ in range(2):
-        pace.costs.record_target(1, 5, 1.0)
+        pace.prices.costs.record_target(1, 5, 1.0)
     pace._round = 100
     pace.tick()
-    assert not pace.ledger.due and pace.wants_plain(16, 1) and pace.ledger.due
+    assert not pace.ledger.due and pace.survey.wants_plain(16, 1) and pace.ledger.due
 
 
 def a_bill_is_of_its_own_round():
@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant("a text that was left is lost", policy.Pace, "start", "self.enter()", "self.ledger.__init__()"),
     Mutant("once chosen", policy.Pace, "tick", "self._standing.clear()", "pass"),
     Mutant("any room", policy.Pace, "lengths", "min(limit, MAX_DRAFT_LENGTH) for", "0 for"),
-    Mutant("measured at leisure", policy.Pace, "first_length", "self.ledger.due |= first is not None", "pass"),
-    Mutant("plain at leisure", policy.Pace, "wants_plain", "self.ledger.due |= wants", "pass"),
+    Mutant("measured at leisure", survey.Survey, "first_length", "self._ledger.due |= first is not None", "pass"),
+    Mutant("plain at leisure", survey.Survey, "wants_plain", "self._ledger.due |= wants", "pass"),
     Mutant("a later round's guesses", policy.Pace, "_settle", "step * otherwise", "step * self.otherwise"),
 ]
 

@@ -10,7 +10,7 @@ import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, free, policy, recycling, suffix, vigil
+from leadout.runtime import cascade, decoder, free, prices, recycling, suffix, vigil
 from leadout.runtime.settings import Settings
 
 
@@ -211,8 +211,14 @@ MUTANTS = [
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
     Mutant("no try after a rest", cascade.Cascade, "_from_model", "self._pace.explores", "False"),
     Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "self._pace.explores", "True"),
-    Mutant("the start-up is not measured", cascade.Cascade, "_wanted", "self._pace.first_length(limit, rows)", "None"),
-    Mutant("verification is free", policy.Pace, "steps", "steps[width] for width", "steps[2] for width"),
+    Mutant(
+        "the start-up is not measured",
+        cascade.Cascade,
+        "_wanted",
+        "self._pace.survey.first_length(limit, rows)",
+        "None",
+    ),
+    Mutant("verification is free", prices.Prices, "steps", "steps[width] for width", "steps[2] for width"),
     Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
     Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),
     Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
@@ -236,7 +242,13 @@ MUTANTS = [
         "pass\n        return",
     ),
     Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
-    Mutant("guesses leave the model nothing to read", cascade, "beside", " + pace.catch_up(written + 1.0)", ""),
+    Mutant(
+        "guesses leave the model nothing to read",
+        cascade,
+        "beside",
+        " + pace.prices.catch_up(pace.rows, written + 1.0)",
+        "",
+    ),
     Mutant("a batch leaves it nothing to read", cascade, "together", "speed >= alone", "speed >= pace.otherwise"),
     Mutant("one token a row is missed", cascade, "together", "max(promised)", "1.0"),
     Mutant("what it missed is saved", cascade.Cascade, "_savings", " - missed", ""),

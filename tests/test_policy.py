@@ -181,11 +181,11 @@ def test_a_batch_is_measured_for_itself_at_each_doubling():
 
 def test_a_round_pays_its_host_and_its_padding():
     table = costs(per_draft=0.5, per_token=0.3)
-    assert Pace(table).seconds(1)[:3] == pytest.approx([1.0, 1.8, 2.6])
-    assert Pace(table, narrowest=2).seconds(1)[0] == pytest.approx(1.3)
+    assert Pace(table).prices.with_model(1)[:3] == pytest.approx([1.0, 1.8, 2.6])
+    assert Pace(table, narrowest=2).prices.with_model(1)[0] == pytest.approx(1.3)
     table.record_host(1, 0.25)
-    assert Pace(table).seconds(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
-    assert Pace(Costs()).seconds(1) == [1.0] * (MAX_GUESS_LENGTH + 1)
+    assert Pace(table).prices.with_model(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
+    assert Pace(Costs()).prices.with_model(1) == [1.0] * (MAX_GUESS_LENGTH + 1)
 
 
 def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
@@ -278,19 +278,21 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
 def test_a_plain_step_is_measured_where_it_decides():
     clear, unclear = Pace(costs(per_draft=0.05)), Pace(costs(per_draft=0.5))
     for pace in (clear, unclear):
-        pace.costs._samples[1, 0] = 0
-        pace.costs.disturb()
+        pace.prices.costs._samples[1, 0] = 0
+        pace.prices.costs.disturb()
         row = AutoLength(pace)
         assert next_length(pace, row) > 0
         lengths = []
         for _ in range(8):
             lengths.append(next_length(pace, row))
-            pace.costs.record_target(1, lengths[-1] + 1, 0.5, drafts=lengths[-1] > 0, modelled=lengths[-1] > 0)
+            pace.prices.costs.record_target(1, lengths[-1] + 1, 0.5, drafts=lengths[-1] > 0, modelled=lengths[-1] > 0)
         if pace is clear:
             assert all(lengths)
         else:
             assert lengths[:6] == [0] * 6, "four that do not count, and two"
-            assert pace.costs.counts[Step("plain", 1, 0, 1)] == 4 + 2 + lengths[6:].count(0), "beside the first four"
+            assert pace.prices.costs.counts[Step("plain", 1, 0, 1)] == 4 + 2 + lengths[6:].count(0), (
+                "beside the first four"
+            )
 
 
 def test_a_bill_is_what_was_counted_at_what_it_costs():

@@ -13,7 +13,7 @@ from test_mutants import Mutant, must_die
 from test_policy import costs
 
 from leadout.engines.toy import mixed_law, table_law
-from leadout.runtime import ahead, drafters, policy
+from leadout.runtime import ahead, drafters, policy, reading
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
 from leadout.runtime.prefill import ALL
@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant("what was fed ahead is kept whatever was said", MODEL, "keep", "length - self._begins[place]", "length"),
     Mutant("a turn reads all that is new", MODEL, "reset", "len(text) - held > self._reach", "False"),
     Mutant("a turn begins where the text does", MODEL, "reset", "[begin if held else 0]", "[0]"),
-    Mutant("a fixed draft depends on a clock", policy.Pace, "reach", "if not bills_of(policies)", "if False"),
-    Mutant("the price does not matter", policy.Pace, "reach", "/ self._reading if", "/ 0.01 if"),
+    Mutant("a fixed draft depends on a clock", policy.Pace, "reach", "if bills_of(policies)", "if True"),
+    Mutant("the price does not matter", reading.Reading, "reach", "/ each if", "/ 0.01 if"),
     Mutant("ahead reads all", ahead.AheadDrafter, "reset", "rows, reach)", "rows)"),
 ]
 

@@ -9,7 +9,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import next_length
 
-from leadout.runtime import costs, drafters, policy, typical
+from leadout.runtime import costs, drafters, policy, prices, typical
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
@@ -99,7 +99,7 @@ def test_a_few_tokens_do_not_say_what_a_prompt_s_take():
     pace, prices = Pace(FixedCosts()), []
     for tokens, seconds in ((0, 1.0), (3, 6.0), (20, 10.0), (3, 6.0), (0, 1.0)):
         pace.told([], tokens, seconds)
-        prices.append(pace._reading)
+        prices.append(pace.prices.reading)
     assert prices == [0.0, 2.0, 0.5, 0.5, 0.5]
 
 
@@ -108,7 +108,7 @@ def equal_prompts_are_read_once():
     one._tell = lambda rows: 12.0
     prompts = [[1, 2, 3, 4, 5]] * 3 + [[1, 2, 3]]
     collect(one.decode([(prompt, Settings(max_new_tokens=2, draft="model")) for prompt in prompts]), len(prompts))
-    assert one._pace._reading == 2.0
+    assert one._pace.prices.reading == 2.0
 
 
 CHECKS = [
@@ -134,7 +134,7 @@ MUTANTS = [
         "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
     ),
     Mutant("nothing is hoped for", policy.Pace, "_joint", "requests, rows, _HOPE", "requests, rows, -4.0"),
-    Mutant("what it missed is free until then", policy.Pace, "catch_up", ", self._reading", ""),
+    Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),
     Mutant(
         "equal prompts are read anew",
         drafters.ModelDrafter,

@@ -10,7 +10,7 @@ from test_mutants import Mutant, must_die
 from test_policy import next_length
 
 import leadout
-from leadout.runtime import cascade, costs, policy, tempo, typical
+from leadout.runtime import cascade, costs, policy, prices, tempo, typical
 from leadout.runtime.bench import Bench
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
@@ -117,7 +117,7 @@ def a_draft_s_first_step_is_dearer():
     assert table.drafts(1)[:10] == pytest.approx(expected)
     assert table.draft(1) == pytest.approx(expected[4] / 4)
     assert Costs().drafts(1) == [0.0] * 64
-    seconds = Pace(table).seconds(1)
+    seconds = Pace(table).prices.with_model(1)
     assert seconds[3] - seconds[2] == pytest.approx(MORE)
 
 
@@ -191,7 +191,7 @@ def what_is_timed_outside_counts_at_the_usual_pace():
         drafted(table, 3, 3.0)
     pace = Pace(table)
     pace.told([], 20, 60.0)
-    assert pace._reading == pytest.approx(1.0, rel=0.15)
+    assert pace.prices.reading == pytest.approx(1.0, rel=0.15)
     settled = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Costs, "usual", lambda self, seconds: 7.0)
@@ -228,7 +228,7 @@ def a_bill_gives_the_benefit_of_the_doubt():
         request.bill.record = recorded.append
         pace.settle([request], [3], 2, 0)
         pace.enter()
-        return recorded[0], pace.seconds_without_draft(1)[0]
+        return recorded[0], pace.prices.without_model(1)[0]
 
     (without, plain), (with_it, _) = saved(0.0), saved(0.5)
     assert with_it - without == pytest.approx(0.5 * 3 * plain)
@@ -271,16 +271,22 @@ MUTANTS = [
     Mutant("contexts begin anew", C, "_begun", "if places and not typical", "if False"),
     Mutant("a slow round is as cheap", C, "_pay", "times * self._tempo.slowness", "times"),
     Mutant("every table has its tempo", C, "__init__", "tempo or Tempo()", "Tempo()"),
-    Mutant("no doubt", policy.Pace, "_speeds", "(1.0 + self.costs.doubt(rows))", "1.0"),
+    Mutant("no doubt", policy.Pace, "_speeds", "(1.0 + self.prices.costs.doubt(rows))", "1.0"),
     Mutant(
         "tables on disk are of the first minute", C, "measured", "typical.seconds * self._tempo.mean", "typical.seconds"
     ),
     Mutant("a slow draft missed much", C, "record_draft", "known * self._tempo.slowness", "known"),
-    Mutant("no doubt about a bill", policy.Pace, "_settle", "1.0 + self.costs.doubt(self.rows)", "1.0"),
+    Mutant("no doubt about a bill", policy.Pace, "_settle", "1.0 + prices.costs.doubt(rows)", "1.0"),
     Mutant(
-        "a slow reading is a dear one", policy.Pace, "told", "self.costs.usual(seconds) / tokens", "seconds / tokens"
+        "a slow reading is a dear one", prices.Prices, "read", "self.costs.usual(seconds) / tokens", "seconds / tokens"
     ),
-    Mutant("slow guesses are dear ones", cascade.Cascade, "take", "self._pace.costs.usual(self._spent)", "self._spent"),
+    Mutant(
+        "slow guesses are dear ones",
+        cascade.Cascade,
+        "take",
+        "self._pace.prices.costs.usual(self._spent)",
+        "self._spent",
+    ),
     Mutant("doubt stays", C, "doubt", "self._compared[rows.bit_length()]", "1"),
     Mutant(
         "every plain step is a comparison", C, "record_target", "(self._last is None or self._last[0] != part)", "True"

@@ -116,7 +116,7 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
-    chooser._pace.catch_up = lambda lag: 0.1 * (lag - 2)
+    chooser._pace.prices.catch_up = lambda rows, lag: 0.1 * (lag - 2)
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
     assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
     chooser._otherwise = 0.0
@@ -190,8 +190,8 @@ def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
 def test_the_pace_forgets_its_tables_of_steps():
     costs = FixedCosts(per_token=0.5)
     pace = Pace(costs)
-    assert pace.steps(1)[2] == 2.0
+    assert pace.prices.steps(1)[2] == 2.0
     costs._tables["target"][1, 0][3].seconds = 1.75
     for _ in range(8):
         pace.tick()
-    assert pace.steps(1)[2] == 1.75
+    assert pace.prices.steps(1)[2] == 1.75

@@ -1,0 +1,66 @@
+"""Decides what a round is thought to cost here and now: what ``Costs`` knows of its rows and context, looked up for
+several rounds at once, for that takes its time and costs change slowly."""
+
+from __future__ import annotations
+
+from .costs import ONE_STEP, Costs
+from .settings import MAX_GUESS_LENGTH
+
+_A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
+
+
+class Prices:
+    """Expected seconds of rounds, by how many rows share the step; one each while nothing is measured. ``past`` is the
+    mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ in it), and
+    ``reading`` what the draft model takes for a token of a prompt, 0 while it read none."""
+
+    def __init__(self, costs: Costs, narrowest: int = 1) -> None:
+        self.costs, self.narrowest, self.past = costs, narrowest, 0
+        self.reading = 0.0
+        self._steps: dict[int, list[float]] = {}
+        self._without: dict[int, list[float]] = {}
+        self._with: dict[int, list[float]] = {}
+        self._missed: dict[int, float] = {}
+
+    def renew(self) -> None:
+        """All is looked up anew when it is asked for next."""
+        for table in (self._steps, self._without, self._with, self._missed):
+            table.clear()
+
+    def steps(self, rows: int) -> list[float]:
+        """Of the target's step that verifies 0..63 drafts."""
+        if (known := self._steps.get(rows)) is None:
+            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_GUESS_LENGTH + 2)
+            widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
+            known = self._steps[rows] = [steps[width] for width in widths]
+        return known
+
+    def without_model(self, rows: int) -> list[float]:
+        """Of a round with 0..63 drafts that cost nothing. Without any it is a step as such steps are where no draft
+        model runs, if that is known."""
+        if (known := self._without.get(rows)) is None:
+            host, steps = self.costs.host(rows), self.steps(rows)
+            plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
+            known = self._without[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
+        return known
+
+    def with_model(self, rows: int) -> list[float]:
+        """The same with 0..63 drafts of the draft model."""
+        if (known := self._with.get(rows)) is None:
+            drafts, free = self.costs.drafts(rows, self.past), self.without_model(rows)
+            known = self._with[rows] = [draft + step for draft, step in zip(drafts, free, strict=True)]
+        return known
+
+    def catch_up(self, rows: int, lag: float) -> float:
+        """Of what the draft model takes longer for ``lag`` tokens that it lacks: as long as for those of a prompt while
+        that was never measured."""
+        if (each := self._missed.get(rows)) is None:
+            each = self._missed[rows] = self.costs.catch_up(rows, ONE_STEP + 1, self.reading)
+        return max(0.0, lag - ONE_STEP) * each
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """The draft model read so many ``tokens`` of prompts, which took so long. (What a few take says little of what
+        one of many does.)"""
+        if tokens >= _A_PROMPT or (tokens and not self.reading):
+            self.reading = self.costs.usual(seconds) / tokens
+            self._missed.clear()
