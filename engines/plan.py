@@ -8,11 +8,12 @@ from typing import Any
 
 from ..bundle import ModelEntry
 from ..errors import UsageError
+from .base import MAX_STEP, ModelSpec
 from .memory import bucket
+from .variants import sessions
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine
-CHUNK = 512  # tokens of a prompt that go in at once
 _GOLDEN = "golden.npz"
 _LIVE = 16  # hidden-sized activations a token that are alive at once, measured on Llama graphs
 _KERNELS = 8 << 20  # what an engine holds beside its weights, measured with TensorRT-RTX 1.7
@@ -71,7 +72,8 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "grouped")
     number = _bytes_of_numbers(model, load)
-    width = min(CHUNK, load.context)
+    chunk = MAX_STEP if load.built else ModelSpec(model.vocab_size, model.max_context).chunk(load.batch)
+    width = max(load.draft_length + 1, min(chunk, load.context))
     hidden = _hidden(model)
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
     scores = 0 if load.built else 2 * (hidden / model.cache[0].key_dim) * slots
@@ -105,8 +107,9 @@ def _weights(model: ModelEntry, load: Load) -> int:
         return _KERNELS + int(rest * size + table * max(size, 2.0))
     stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
     # On a CPU one row and many take two graphs of the bundle, and each session packs the weights for itself.
-    packed_twice = load.provider == "cpu" and load.batch > 1 and "gqa" in model.variants
-    return stored * (2 if packed_twice else 1)
+    exact = model.directory != "draft"  # bits are a target's concern
+    packed = sessions(model.variants, load.batch, model.parameters, exact=exact) if load.provider == "cpu" else 1
+    return stored * packed
 
 
 def _hidden(model: ModelEntry) -> float:

@@ -24,3 +24,10 @@ def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str]
 def without_equal_bits(variant: str, have: Collection[str], parameters: int) -> str:
     """The graph in the place of ``variant`` while no step has to round like another."""
     return "gqa" if variant == "gqa_even" and "gqa" in have and parameters <= _SMALL else variant
+
+
+def sessions(have: Collection[str], rows: int, parameters: int, *, exact: bool) -> int:
+    """How many sessions, each with weights of its own, an engine on a CPU comes to hold for batches of 1 and ``rows``
+    rows that do not branch."""
+    alone = choose(have, 1, "cpu", ROUNDING_ALIKE if exact else SOONEST)
+    return len({alone, without_equal_bits(alone, have, parameters), choose(have, rows, "cpu", (alone,))})

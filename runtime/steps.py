@@ -127,7 +127,7 @@ class Stepper:
     def _widest(self, past: Sequence[int]) -> int:
         """The widest step: padding, too, must find slots where the capacity is fixed."""
         spec = self.engine.spec
-        return min(spec.max_step, spec.max_context + spec.max_verify - 1 - max(past))
+        return min(spec.chunk(len(past)), spec.max_context + spec.max_verify - 1 - max(past))
 
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None

@@ -55,12 +55,29 @@ def test_an_engine_s_cache_has_the_slots_asked_for(tmp_path: Path) -> None:
     assert plan(entry(tmp_path), load(provider="tensorrt")).cache == 3 * slots * 204 // 230
 
 
-def test_weights_are_the_blob_and_twice_it_where_two_sessions_pack_it(tmp_path: Path) -> None:
+def test_weights_are_the_blob_as_often_as_sessions_pack_it(tmp_path: Path) -> None:
+    """A graph for one row, one for many, and a small target has one more for rows whose bits nobody compares."""
     model = entry(tmp_path)
     blob = (tmp_path / "model.onnx.data").stat().st_size
-    assert plan(model, load(batch=1)).weights == blob
-    assert plan(model, load()).weights == 2 * blob
+    large, draft = dataclasses.replace(model, parameters=1 << 26), dataclasses.replace(model, directory="draft")
+    for exact, planned in ((True, model), (False, draft)):
+        engine = SlotEngine(write(C, tmp_path), exact=exact)
+        for rows in (1, 3):
+            engine.reset(rows)
+            engine.even = False
+            assert plan(planned, load(batch=rows)).weights == len(engine._sessions) * blob
+        engine.close()
+    assert [plan(large, load(batch=rows)).weights for rows in (1, 3)] == [blob, 2 * blob]
     assert plan(model, load(provider="cuda")).weights == blob
+
+
+def test_the_steps_of_more_rows_are_narrower(tmp_path: Path) -> None:
+    """From four rows on a step of a prompt holds as many tokens, and one that verifies as many more as there are."""
+    model = dataclasses.replace(entry(tmp_path), max_context=1024)
+    steps = [plan(model, load(batch=rows, context=900)).steps for rows in (1, 2, 4, 16)]
+    assert steps[1] == steps[2] == steps[3] > steps[0]
+    verifying = [plan(model, load(batch=16, context=836 - more, draft_length=64 + more)).steps for more in (0, 64)]
+    assert verifying[1] / verifying[0] == pytest.approx(129 / 65)
 
 
 def test_an_engine_s_weights_follow_its_precision(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class TensorRTEngine:
             vocab_size=model.entry.vocab_size,
             max_context=min(model.entry.max_context, slots - verify.wanted + 1),
             max_step=min(slots, max(limits.width for limits in self.session.limits)),
+            max_together=max(limits.rows * limits.width for limits in self.session.limits),
             max_verify=verify.wanted,
             precision=self.manifest.precision,
         )
