@@ -41,7 +41,8 @@ def to_tree_gqa(model: ir.Model) -> int:
     if layers:
         masks = _Masks(model)
         biases = {layer.window: masks.bias(layer.window) for layer in layers}
-        lengths = lengths_of(model)
+        last, total = lengths_of(model)
+        lengths = last, masks.never_a_prompt(total)
         for layer in layers:
             unmasked = Layer(layer.attention, layer.key, layer.value, None)
             fuse_attention(model, unmasked, lengths, bias=biases[layer.window])
@@ -92,12 +93,22 @@ class _Masks:
         return self._made[window]
 
     def bias(self, window: int | None) -> ir.Value:
-        """The same as numbers, 0 or -infinity, [B, 1, S, slots in use]."""
-        used = self._node("Add", self._past, self._width)
+        """The same as numbers, 0 or -infinity, [B, 1, S, slots in use, and as ``never_a_prompt`` says]."""
+        used = self._node("Max", self._node("Add", self._past, self._width), self._one_more())
         mask = self._node("Slice", self.of(window), self._ints("from", [0]), used, self._ints("axis.3", [3]))
         kind = self._dtype.numpy() if self._dtype is not None else np.float32
         shown, hidden = (constant(self._model, f"tree.{x}", np.array(x, kind)) for x in (0.0, -np.inf))
         return self._node("Where", mask, shown, hidden)
+
+    def never_a_prompt(self, total: ir.Value) -> ir.Value:
+        """``total`` (int32, a scalar: the slots in use), and a slot more where these are the step's own: what begins a
+        text GroupQueryAttention takes for a prompt, whose tokens stand at the positions of their slots."""
+        more = self._node("Cast", self._node("Squeeze", self._one_more()), to=int(ir.DataType.INT32))
+        return self._node("Max", total, more)
+
+    def _one_more(self) -> ir.Value:
+        """int64 [1]: a slot more than the step has tokens."""
+        return self._node("Add", self._width, self._ints("one.row", [1]))
 
     def _positions_seen(self) -> ir.Value:
         """int64 [B, S, T]: an ancestor's position is the first of the T's and how many ancestors it has among them."""

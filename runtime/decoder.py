@@ -237,7 +237,8 @@ class Decoder:
     def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
         """Where every row drafts with the model, how far each may go, and what says when to stop."""
         watched = self._drafting is not None and self._drafting.watches
-        if not watched or not all(lengths):
+        fixed = any(row.settings.draft_length != "auto" for row in rows)
+        if not watched or fixed or not all(lengths):
             return lengths, None
         watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
         return (lengths, None) if watch is None else (list(watch.limits), watch)

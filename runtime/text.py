@@ -15,6 +15,7 @@ from ..errors import BundleError
 
 # A decoder such as SentencePiece's drops a leading space; a few ids of context keep it.
 CONTEXT_IDS = 8
+_UNFINISHED = "\ufffd"
 
 
 class Codec:
@@ -54,7 +55,7 @@ class TextStream:
         """``stop``: non-empty strings; one completed within the first ``min_tokens`` tokens does not count."""
         self._codec = codec
         self._context = list(prompt[-CONTEXT_IDS:])
-        self._decode = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._begin()
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -96,15 +97,17 @@ class TextStream:
             if count < len(self._ends):
                 del self._ends[count:]
                 self._text = self._text[: self._ends[-1] if self._ends else 0]
-                self._decode = DecodeStream(ids=self._context + self._ids, skip_special_tokens=True)
+                self._begin()
+                for token_id in self._ids[: len(self._ends)]:
+                    self._next(token_id)
             self._stop_at = None  # its last character came with the last token
 
     def close(self) -> None:
         """No more tokens: what was held back may be shown, an unfinished character as U+FFFD."""
-        whole = self._codec.decode(self._context + self._ids)
-        start = len(self._codec.decode(self._context))
-        if self._stop_at is None and whole[start:].startswith(self.text):
-            self._text = whole[start:]
+        whole, before = self._codec.decode(self._context + self._ids), self._codec.decode(self._context)
+        answer = _beyond(whole, before)  # it may finish the prompt's last character
+        if self._stop_at is None and answer.startswith(self.text):
+            self._text = answer
             if self._ends:
                 self._ends[-1] = len(self._text)
         self._stop = ()
@@ -114,8 +117,26 @@ class TextStream:
             self._read(token_id)
 
     def _read(self, token_id: int) -> None:
-        self._text += self._decode.step(self._codec.tokenizer, token_id) or ""
+        self._text += self._next(token_id)
         self._ends.append(len(self._text))
+
+    def _begin(self) -> None:
+        """Stand at the end of the prompt. A decoder that begins behind an unfinished character (or behind U+FFFD, which
+        looks like one) would say all that it was given as context: such an end is fed to it, token by token."""
+        settled = len(self._context)
+        while self._codec.decode(self._context[:settled]).endswith(_UNFINISHED):
+            settled -= 1
+        self._decode = DecodeStream(ids=self._context[:settled], skip_special_tokens=True)
+        self._prompted = self._codec.decode(self._context)[len(self._codec.decode(self._context[:settled])) :]
+        for token_id in self._context[settled:]:
+            self._decode.step(self._codec.tokenizer, token_id)
+
+    def _next(self, token_id: int) -> str:
+        """What ``token_id`` adds to the answer, without the prompt's end, unless it finishes a character of that."""
+        text = self._decode.step(self._codec.tokenizer, token_id) or ""
+        if text:
+            text, self._prompted = _beyond(text, self._prompted), ""
+        return text
 
     @property
     def visible(self) -> int:
@@ -130,3 +151,11 @@ class TextStream:
         found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
         self._stop_at = min((at for at in found if at >= 0), default=None)
         return self._stop_at is not None
+
+
+def _beyond(text: str, before: str) -> str:
+    """``text`` without what it begins with in common with ``before``."""
+    same = 0
+    while same < min(len(text), len(before)) and text[same] == before[same]:
+        same += 1
+    return text[same:]

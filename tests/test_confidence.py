@@ -115,6 +115,19 @@ def test_watched_drafts_change_no_text_and_stop_at_many_lengths(monkeypatch):
     assert texts["model"] == texts["auto"] == texts["none"] and len(lengths) >= 3
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_length_that_was_asked_for_is_drafted_whoever_drafts(monkeypatch, temperature):
+    """Also by the cascade, and beside a row whose length is its own to choose; sure drafts would go on for long."""
+    settled(monkeypatch, per_draft=0.02)
+    given = {"draft": "auto", "max_new_tokens": 40, "temperature": temperature, "seed": 1}
+    for length in (1, 2, 4):
+        fixed = ([1, 2, 3], Settings(draft_length=length, **given))
+        for batch in ([fixed], [fixed, ([4, 5], Settings(**given))]):
+            stats = collect(Decoder(*toy_pair(7, order=2, share=0.0)).decode(batch), len(batch))[1][0].stats
+            assert stats.by_drafter["model"]["rounds"] > 0
+            assert len(stats.tested_per_position) == length
+
+
 def test_what_sampled_tokens_teach_is_no_news_of_greedy_ones(monkeypatch):
     settled(monkeypatch, per_draft=0.02)
     decoder = Decoder(*toy_pair(7, order=2))

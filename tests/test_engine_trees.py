@@ -52,6 +52,22 @@ def test_every_token_sees_its_branch(models: dict[str, Model], name: str, varian
     engine.close()
 
 
+@pytest.mark.parametrize("variant", ["auto", "tree_gqa", "tree"])
+@pytest.mark.parametrize("name", ["fp32", "windows"])
+def test_a_tree_may_begin_a_text(models: dict[str, Model], name: str, variant: str) -> None:
+    """Behind a prompt of one token nothing is in the cache: no slot tells siblings' positions."""
+    shape, engine = C if name == "windows" else WHOLE, SlotEngine(models[name], variant=variant)
+    fed = tokens(shape, 1, 1 + len(PARENTS), seed=2)[0]
+    logits = engine.forward_tree(fed[None], at(0), ancestry(PARENTS, len(fed))[None])[0].copy()
+    for found, branch in zip(logits, branches(fed), strict=True):
+        assert np.abs(found - reference(shape, np.array(branch))[-1]).max() < CLOSE
+    kept = path(PARENTS, 7)
+    engine.compact(0, 1, kept)
+    text = np.array([*branches(fed)[8], 7, 11])
+    assert np.abs(engine.forward(text[None, -2:], at(5))[0] - reference(shape, text)[-2:]).max() < CLOSE
+    engine.close()
+
+
 def test_rows_of_a_batch_have_trees_of_their_own(models: dict[str, Model]) -> None:
     engine = SlotEngine(models["windows"])
     engine.reset(3)
@@ -90,11 +106,13 @@ def test_a_kept_branch_is_a_continuation(models: dict[str, Model], variant: str)
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_a_chain_in_the_graph_of_one_row_has_the_bits_of_gqa(models: dict[str, Model], precision: str) -> None:
     row = tokens(WHOLE, 1, 26)
-    chain, tree = SlotEngine(models[precision]), SlotEngine(models[precision])
-    for engine in (chain, tree):
-        engine.forward(row[:, :20], at(0))
-    wanted = chain.forward(row[:, 20:], at(20))
-    assert np.array_equal(tree.forward_tree(row[:, 20:], at(20), np.tri(6, dtype=np.bool_)[None]), wanted)
+    for past in (0, 20):
+        chain, tree = SlotEngine(models[precision]), SlotEngine(models[precision])
+        for engine in (chain, tree):
+            engine.forward(row[:, : max(1, past)], at(0))
+        piece = row[:, past : past + 6]
+        wanted = chain.forward(piece, at(past))
+        assert np.array_equal(tree.forward_tree(piece, at(past), np.tri(6, dtype=np.bool_)[None]), wanted)
 
 
 def test_growing_and_the_end_of_the_cache(models: dict[str, Model]) -> None:

@@ -110,6 +110,45 @@ def test_a_stop_string_in_the_prompt_does_not_count(codec: Codec) -> None:
     assert text == " here" and codec.decode(kept) == " here"
 
 
+WILD = st.lists(st.sampled_from("a \ufffd🙂é\n'x"), max_size=12).map("".join)
+
+
+@given(text=WILD, cut=st.integers(0, 40), sizes=st.lists(st.integers(1, 4), min_size=1), kept=st.integers(0, 40))
+def test_an_answer_never_holds_what_the_prompt_said(
+    codec: Codec, text: str, cut: int, sizes: list[int], kept: int
+) -> None:
+    """Wherever a prompt ends: behind U+FFFD, or within a character, which then is the answer's that finishes it."""
+    ids = codec.encode(text + "🙂é\ufffd.")
+    cut = min(cut, len(ids) - 1)
+    prompt, answer = ids[:cut], ids[cut:]
+    whole, before = (codec.decode(each[-(8 + len(answer)) :] if each is ids else each[-8:]) for each in (ids, prompt))
+    stream = TextStream(codec, prompt)
+    shown = ""
+    for new in in_rounds(answer, sizes):
+        stream.push(new)
+        assert stream.text[: stream.visible].startswith(shown)
+        shown = stream.text[: stream.visible]
+    stream.keep(kept)
+    stream.push(answer[kept:])
+    assert stream.text == shown, "a round that was cut and came again"
+    stream.close()
+    said = whole[: len(whole) - len(stream.text)]
+    assert said + stream.text == whole and before.startswith(said) and not before[len(said) :].strip("\ufffd")
+    assert all(end <= len(stream.text) for end in stream.ends) and stream.ends[-1] == len(stream.text)
+
+
+def test_a_stop_string_and_a_replacement_character_in_the_prompt_do_not_count(codec: Codec) -> None:
+    prompt = codec.encode("text = 'caf\ufffd")
+    stream = TextStream(codec, prompt, ("text", "caf"))
+    assert stream.push(codec.encode("x = 1")) is None
+    stream.close()
+    assert stream.text == "x = 1"
+    emoji = codec.encode("'🙂")
+    stream = TextStream(codec, emoji[:-1])
+    stream.push([emoji[-1], *codec.encode("!")])
+    assert stream.text == "🙂!", "what finishes a character shows it"
+
+
 def test_special_tokens_are_never_shown(codec: Codec) -> None:
     _, text, _ = written(codec, "", [[*codec.encode("a"), END], [*codec.encode("b"), END]])
     assert text == "ab"
