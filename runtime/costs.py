@@ -20,7 +20,7 @@ LONGEST_FIRST = max(_FIRST_ALONE[0])
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.
 _STALE, _DOUBLINGS = 256, 4
-_BELIEVED = 3  # what a table on disk counts for, in measurements
+_BELIEVED = KNOWN  # what a table on disk counts for, in measurements: enough to tell how fast the device is today
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain

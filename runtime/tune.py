@@ -127,11 +127,17 @@ class Tuner:
 
     def costs(self) -> list[Cost]:
         """All that was measured of the bundle's own pair."""
-        return self._sweep.costs.measured()
+        return kept(self._sweep.costs, self._plain.costs)
 
     def observe(self, prompts: Group, rows: int, **change: Any) -> dict[str, Any]:
         """What `leadout bench` says of these prompts with ``change`` in the settings."""
         return Bench(self.pair, self._given | change, rows, self._bare).run(prompts)
+
+
+def kept(pair: Costs, plain: Costs) -> list[Cost]:
+    """What is worth keeping of a sweep's costs and of those of plain decoding beside it: what a plain step takes only
+    the latter says. All of one table, or what is measured later would be compared with another hour's."""
+    return pair.measured() + [cost for cost in plain.measured() if cost.part == "plain"]
 
 
 def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int) -> Promise:

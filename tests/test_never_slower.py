@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from leadout.engines.priced import Clock, Priced, Prices
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.engines.wrapped import Wrapped
 from leadout.errors import UsageError
-from leadout.runtime import ahead, bench, cascade, decoder, stats
+from leadout.runtime import ahead, bench, cascade, decoder, stats, tune
+from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
@@ -36,12 +38,31 @@ def prices(root: Path):
     return lambda name: Prices.read(root / "benchmarks" / "devices.json", name)
 
 
-def speed(clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS, warm=1):
-    """Tokens per second after ``warm`` texts: of a draft that agrees with its target but for ``share``."""
+def engines(clock, prices, share):
+    """A target, and a draft that agrees with it but for ``share``."""
     laws = [table_law(VOCAB, seed=seed, order=2, sharpness=3.0, rows=4001) for seed in (1, 2)]
     target = Priced(ToyEngine(laws[0], VOCAB, max_context=256), clock, prices.target, beside=prices.beside)
-    model = Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
-    decode = Decoder(target, None if draft == "none" else model, exact=False).decode
+    return target, Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
+
+
+def tuned(clock, prices, slower):
+    """What a device keeps that was so many times ``slower`` when it was measured."""
+    target, model = engines(clock, prices, 0.1)
+    sweep, plain = tune.Sweep(target, model, exact=False), Decoder(target, None, exact=False)
+    for text in range(6):
+        for decoding, draft in ((plain, "none"), (sweep, "model")):
+            settings = Settings(draft=draft, max_new_tokens=LENGTH, ignore_eos=True)
+            list(decoding.decode([([1, 2, text], settings)]))
+    found = tune.kept(sweep.costs, plain.costs)
+    return [dataclasses.replace(cost, seconds=slower * cost.seconds) for cost in found]
+
+
+def speed(
+    clock, prices, *, draft="auto", share=0.1, rows=1, temperature=0.0, length="auto", texts=TEXTS, warm=1, known=()
+):
+    """Tokens per second after ``warm`` texts: of a draft that agrees with its target but for ``share``."""
+    target, model = engines(clock, prices, share)
+    decode = Decoder(target, None if draft == "none" else model, exact=False, costs=Costs(known)).decode
     options = {"draft": draft, "draft_length": length, "temperature": temperature}
     if temperature and draft != "none":
         options["rule"] = "block"
@@ -85,6 +106,16 @@ def test_auto_comes_close_to_the_best_length(clock, prices, device, share):
     given = {"share": share, "temperature": 1.0, "texts": 8}
     fixed = [speed(clock, prices(device), draft="model", length=n, **given) for n in (1, 2, 3, 4, 6, 8)]
     assert speed(clock, prices(device), draft="model", **given) > 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("device", ["demo-int8", "grown-int8"])
+def test_a_table_of_another_hour_serves_as_well(clock, prices, device):
+    """A device is a few times as fast or slow as when it was tuned: what its steps take beside each other counts."""
+    plain = speed(clock, prices(device), draft="none")
+    fresh = speed(clock, prices(device), known=tuned(clock, prices(device), 1.0), warm=0)
+    assert fresh > 1.2 * plain
+    for slower in (0.125, 0.25, 4.0, 8.0):
+        assert speed(clock, prices(device), known=tuned(clock, prices(device), slower), warm=0) > 0.85 * fresh, slower
 
 
 def test_prices_are_between_and_beyond_what_is_known_lines(prices, root):
