@@ -123,7 +123,8 @@ class SlotEngine:
     @property
     def resets(self) -> int | None:
         """See KeepingEngine: on a CPU, where one row's steps cost by its length and not by its capacity."""
-        return self._resets if self._provider == "cpu" and self._variant in ONE_ROW else None
+        keeps = self._provider == "cpu" and self._variant in ONE_ROW and self._batch > 0
+        return self._resets if keeps else None
 
     @property
     def variant(self) -> str:
@@ -200,7 +201,7 @@ class SlotEngine:
         elif self._pinned == "auto" and found == 2 and self._variant == "gqa_even":
             self._take(SOONEST)  # gqa: wider steps need no graph of their own
         if found is None:
-            raise uneven(self._name)
+            raise uneven(f"{self._model.folder.name} ({self._variant})")
         self._spec = dataclasses.replace(self._spec, narrowest=found)
 
     def _take(self, alone: tuple[str, ...]) -> None:
@@ -209,10 +210,15 @@ class SlotEngine:
         self._sessions.clear()
         self.reset(1)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"the engine of {self._model.folder.name} is closed")
+
     def _check_room(self, width: int, past_lens: Tokens) -> int:
         """The longest row's length. Raises EngineError where the step needs more slots than there are."""
         longest: int = max(past_lens.tolist())
         if longest + width > self._capacity:
+            self._check_open()
             used = f"{longest} + {width}"
             raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
         return longest
@@ -237,22 +243,20 @@ class SlotEngine:
         assert self._device_logits is not None
         return self._device_logits.logits(*step.logit_index.shape)
 
-    @property
-    def _name(self) -> str:
-        return f"{self._model.folder.name} ({self._variant})"
-
     def _failed(self, error: BaseException) -> EngineError:
-        return EngineError(f"{self._name}: {first_line(error)}")
+        return EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}")
 
     def reserve(self, capacity: int) -> None:
         """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
         if capacity <= self._capacity:
             return
+        self._check_open()
+        batch, self._batch = self._batch, 0  # no cache, until all of it has grown: an interrupt may come in between
         self._forget_steps()
         with RECORDING.step(records=False):
             for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
                 self._cache[i] = buffer.grown(buffer_slots(bucket(capacity, self._variant), self._variant))
-        self._capacity = bucket(capacity, self._variant)
+        self._capacity, self._batch = bucket(capacity, self._variant), batch
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another:
@@ -302,6 +306,7 @@ class SlotEngine:
 
     def _release(self) -> None:
         """Let go of the cache and of every binding to it."""
+        self._batch = 0
         self._forget_steps()
         while self._cache:
             self._cache.pop().close()
@@ -323,8 +328,7 @@ class SlotEngine:
 
     def _open(self, variant: str, *, graphs: bool) -> Any:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
-        if self._closed:
-            raise EngineError(f"the engine of {self._model.folder.name} is closed")
+        self._check_open()
         if (variant, graphs) not in self._sessions:
             where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
             try:
@@ -351,14 +355,12 @@ class SlotEngine:
 
     def _forget_steps(self) -> None:
         for steps in self._steps_of.values():
-            for step in steps.values():
-                step.free()
-            steps.clear()
+            while steps:
+                steps.popitem()[1].free()
 
     def _branching(self) -> str:
         """The graph for steps that branch."""
-        alone = "tree_gqa" if self._variant in ONE_ROW else "tree"
-        return alone if alone in self._model.entry.variants else "tree"
+        return "tree_gqa" if self._variant in ONE_ROW and "tree_gqa" in self._model.entry.variants else "tree"
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all

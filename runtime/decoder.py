@@ -121,6 +121,10 @@ class Decoder:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
         self._commons = Commons()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The next text does not go on from what the models' caches hold."""
         self._target.forget()
         for drafter in filter(None, (self._model, self._trees)):
             drafter.forget()
@@ -181,6 +185,8 @@ class Decoder:
         self._pace.start()
         clock = Clock(self._epoch)
         if rows:
+            if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
+                self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats
             self._read(rows)
             self._pace.prices.narrowest = self._target.narrowest
             for row in rows:

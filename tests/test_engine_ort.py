@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support_graphs import BRANCHING, LOWERINGS, Shape, fused_is_even, reference, tokens, write
 
 from leadout.bundle import Model
-from leadout.engines import open_engine, ort, providers, variants
+from leadout.engines import memory, open_engine, ort, ort_step, providers, variants
 from leadout.engines.base import EVEN, ONE_ROW, EvenEngine
 from leadout.engines.memory import bucket
 from leadout.engines.ort import SlotEngine
@@ -315,15 +317,47 @@ def test_many_shapes_are_forgotten_and_come_back(engine: SlotEngine) -> None:
     assert np.array_equal(engine.forward(row[:, :2], START), first)
 
 
+@pytest.mark.parametrize(("place", "name"), [(ort_step.Step, "free"), (memory.HostBuffer, "grown")])
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_an_interrupt_leaves_an_engine_that_can_be_reset(
+    engine: SlotEngine, place: type, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes: while steps are let go of, or the cache grows, or makes room for another batch's."""
+    row = tokens(C, 1, 5)
+    wanted, original, calls = engine.forward(row, START).copy(), getattr(place, name), iter(range(1, 99))
+
+    def interrupted(self: Any, *given: Any) -> Any:
+        found = original(self, *given)
+        if next(calls) == nth:
+            raise KeyboardInterrupt
+        return found
+
+    for act in (lambda: engine.reserve(2000), lambda: engine.reset(2)):
+        for width in (1, 2, 3, 4):
+            engine.forward(row[:, :width], START)
+        calls = iter(range(1, 99))
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(place, name, interrupted)
+            act()
+        if engine.variant in ONE_ROW and engine.resets is not None:
+            assert engine.batch == 1, "what it holds is whole"
+        engine.reset(1)
+        for width in (1, 2, 3, 4):
+            engine.forward(row[:, :width], START)
+        assert np.array_equal(engine.forward(row, START), wanted)
+
+
 def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
     engine.close()
     engine.close()
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="closed"):
         engine.forward(tokens(C, 1, 2), START)
     with pytest.raises(EngineError, match="closed"):
         engine.reset(1)
     with pytest.raises(EngineError, match="closed"):
         engine.even = False
+    with pytest.raises(EngineError, match="closed"):
+        engine.reserve(4)
     assert not engine._sessions, "and nothing is opened anew"
 
 

@@ -258,6 +258,18 @@ def test_a_bundle_s_conversation(tiny_bundle: Path, sampling: dict[str, Any]) ->
         assert talking.generate(prompt, max_new_tokens=2).stats.held == 0
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_seed_repeats_a_text_whatever_was_read_before(tiny_bundle: Path, rule: str) -> None:
+    """By a rule that draws from q and p, in whose last bits a cache of other steps shows: it is read whole then."""
+    given = {"temperature": 1.0, "rule": rule, "draft": "model", "draft_length": 3, "max_new_tokens": 12}
+    with leadout.load(tiny_bundle) as pair:
+        prompt = list(range(3, 40))
+        for _ in range(2):
+            seeded = pair.generate(prompt, seed=4, ignore_eos=True, **given)
+            assert seeded.stats.held == 0
+        assert pair.generate(prompt, ignore_eos=True, **given).stats.held > 0, "one that was drawn repeats no other"
+
+
 def test_an_engine_that_somebody_else_used_is_read_anew(tiny_bundle: Path) -> None:
     with leadout.load(tiny_bundle) as pair:
         prompt, given = list(range(3, 40)), {"max_new_tokens": 8, "ignore_eos": True}
