@@ -99,7 +99,11 @@ class AheadDrafter:
         return self._model.unread(rows)
 
     def forget(self) -> None:
+        """See Drafter.forget. The thread ends, too, until there is something to draft."""
         self._model.forget()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
     def prefill(self, rows: Items[Row]) -> None:
         self._model.prefill(rows)

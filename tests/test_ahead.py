@@ -269,3 +269,12 @@ def test_it_is_off_where_both_share_a_cpu_and_refused_where_there_is_no_draft(ti
     for wrong in ("yes", 2, None):
         with pytest.raises(UsageError, match="draft_ahead must be True, False or 'auto'"):
             leadout.load(tiny_bundle, draft_ahead=wrong)
+
+
+def test_who_forgets_keeps_no_thread():
+    made, before = Decoder(*toy_pair(7, order=2), draft_ahead=True), threading.active_count()
+    for _ in range(2):
+        collect(made.decode([([1, 2, 3], Settings(draft="model", draft_length=3, max_new_tokens=20))]), 1)
+        assert threading.active_count() == before + 1
+        made.forget()
+        assert threading.active_count() == before
