@@ -1,12 +1,12 @@
 """Every error Leadout raises on purpose, with the exit code the command line gives it.
 
     LeadoutError            1
-    ├── UsageError          2   an option or argument outside its legal range
-    ├── BundleError         3   a bundle that is missing, damaged, or of another format
-    ├── ExportError         4   a checkpoint or model directory that cannot become a bundle
-    ├── EngineError         5   a runtime, provider or device that cannot do what was asked
-    ├── ContextError        6   a prompt (with what is to be written) longer than the context
-    └── CheckError          7   a check that ran and did not hold
+    ├── UsageError          2
+    ├── BundleError         3
+    ├── ExportError         4
+    ├── EngineError         5
+    ├── ContextError        6
+    └── CheckError          7
 
 Each message is one line and names the thing and the legal range, or the next command.
 """
@@ -21,24 +21,36 @@ class LeadoutError(Exception):
 
 
 class UsageError(LeadoutError, ValueError):
+    """An option or argument outside its legal range."""
+
     exit_code = 2
 
 
 class BundleError(LeadoutError):
+    """A bundle that is missing, damaged, or of another format."""
+
     exit_code = 3
 
 
 class ExportError(LeadoutError):
+    """A checkpoint or model directory that cannot become a bundle."""
+
     exit_code = 4
 
 
 class EngineError(LeadoutError):
+    """A runtime, provider or device that cannot do what was asked."""
+
     exit_code = 5
 
 
 class ContextError(LeadoutError, ValueError):
+    """A prompt (with what is to be written) longer than the context."""
+
     exit_code = 6
 
 
 class CheckError(LeadoutError):
+    """A check that ran and did not hold."""
+
     exit_code = 7
