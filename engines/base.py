@@ -113,9 +113,9 @@ class Engine(Protocol):
         or logits that stay on the device until they are asked for.
         Changes slots past_lens[b] .. past_lens[b]+S-1 of rows b < B and nothing else. Token i of row b stands at
         position past_lens[b] + i; positions from max_context on are padding and may hold anything.
-        Raises EngineError if past_lens[b] + S exceeds the capacity, or the runtime fails. Nothing else is checked (every
-        round comes here): shapes, ids below ``spec.vocab_size`` and lengths from 0 on are for the caller to get right
-        (``Stepper`` does).
+        Raises EngineError if past_lens[b] + S exceeds the capacity, or the runtime fails. Nothing else is checked, for
+        every round comes here: shapes, ids below ``spec.vocab_size`` and lengths from 0 on are for the caller to get
+        right (``Stepper`` does).
         """
         ...
 
