@@ -10,7 +10,8 @@
                golden.npz         token rows and top logits from transformers
       draft/   the same, and [vocabulary.npz: its ids in the target's; tokenizer.json: if it has another]
 
-Reading checks everything: unknown keys, missing files, sizes, SHA-256, and that no path leaves the directory.
+Reading checks everything: unknown keys, values that no model has, missing files, sizes, SHA-256, and that no path
+leaves the directory.
 """
 
 from __future__ import annotations
@@ -18,15 +19,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from .errors import BundleError
+from .errors import BundleError, shown
 
 FORMAT = 1
 MANIFEST = "leadout.json"
+ROLES = ("target", "draft")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+DTYPES = ("float32", "float16")
+VARIANTS = {
+    "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa"),
+    "concat": ("canonical",),
+    "genai": ("canonical",),
+}
+_MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
+_RANGES = {"vocab_size": (1, _MOST), "max_context": (2, _MOST), "parameters": (0, _MOST_BYTES)}
+# What the settings of these names may be: a default that nobody could ask for is a fault of the bundle.
+SAMPLING: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0, or from 1e-06 to 1e+06", lambda value: value == 0 or 1e-6 <= value <= 1e6),
+    "top_k": (f"an integer from 0 to {_MOST}", lambda value: 0 <= value <= _MOST and value.is_integer()),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "repetition_penalty": ("from 1e-06 to 1e+06", lambda value: 1e-6 <= value <= 1e6),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +73,10 @@ class ModelEntry:
 
     ``dialect`` names the graph's inputs and cache: ``slots`` (ours: a fixed buffer, rows written at ``past_lens``),
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
-    buffer and an attention mask). ``variants`` maps a variant's name to its graph: ``canonical``, ``gqa``,
-    ``gqa_even``, ``grouped``, ``nonpad``, ``tree``, ``tree_gqa`` for slots; ``canonical`` alone for the others.
-    ``parity`` maps the name of a lowering or quantisation to the largest absolute difference of logits found when it
-    was checked. ``files`` are all others in the folder: weight blobs, ``golden.npz``.
+    buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
+    ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``parity`` maps the name of a lowering
+    or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all others in
+    the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str
@@ -112,9 +132,7 @@ class Bundle:
     @classmethod
     def read(cls, path: str | Path) -> Bundle:
         """Read and check a bundle. Raises BundleError naming what is wrong and where; changes nothing."""
-        root = Path(path)
-        manifest = read_manifest(root)
-        bundle = cls(root, manifest)
+        bundle = cls(Path(path), read_manifest(path))
         bundle._check_files()
         return bundle
 
@@ -135,20 +153,89 @@ class Bundle:
                 check_file(self.path / model.directory, entry)
 
 
-def read_manifest(root: Path) -> Manifest:
+def read_manifest(root: str | Path) -> Manifest:
     """``leadout.json`` of the bundle at ``root``, without a look at the other files. Raises BundleError."""
-    source = root / MANIFEST
-    if not source.is_file():
-        raise BundleError(f"no bundle at '{root}': {MANIFEST} is missing (write one with: leadout export)")
+    source = Path(root) / MANIFEST
     try:
-        raw = json.loads(source.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BundleError(f"{source}: not a manifest: {error}") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else None
-        raise BundleError(f"{source}: format {found!r}, this Leadout reads {FORMAT}; export the pair again")
+        there = root != "" and source.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise BundleError(f"no bundle at '{root}': {error.strerror}") from None
+    if not there:
+        raise BundleError(f"no bundle at '{root}': {MANIFEST} is missing (write one with: leadout export)")
+    raw = read_json(source, "a manifest")
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if isinstance(found, int) and found > FORMAT:
+        newer = f"written by a newer Leadout (this one reads {FORMAT}): upgrade leadout"
+        raise BundleError(f"{source}: format {shown(found)}, {newer}")
+    if found != FORMAT:
+        raise BundleError(f"{source}: format {shown(found)}, this Leadout reads {FORMAT}; export the pair again")
     manifest: Manifest = parse(Manifest, raw, str(source))
+    check_manifest(manifest, str(source))
     return manifest
+
+
+def read_json(path: Path, kind: str) -> Any:
+    """What a JSON file holds. Raises BundleError, saying that it is not ``kind``, if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except RecursionError:
+        raise BundleError(f"{path}: not {kind}: its brackets are nested too deep") from None
+    except ValueError as error:
+        raise BundleError(f"{path}: not {kind}: {error}") from None
+
+
+def check_manifest(manifest: Manifest, where: str) -> None:
+    """Raise BundleError, naming key and legal values, for what no pair is like. ``where`` is the file's name."""
+    _check_keys(manifest.models, ROLES, f"{where}: models", needed="target")
+    for role, model in manifest.models.items():
+        _check_model(model, f"{where}: models: {role}", ends=model.vocab_size if role == "target" else _MOST)
+    _check_sizes(manifest.files, f"{where}: files")
+    _check_keys(manifest.sampling, SAMPLING, f"{where}: sampling")
+    for name, value in manifest.sampling.items():
+        legal, holds = SAMPLING[name]
+        if not holds(value):
+            raise BundleError(f"{where}: sampling: {name} must be {legal}, not {shown(value)}")
+
+
+def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
+    """``ends``: what its ids that end a text are below."""
+    for key, names in {"precision": PRECISIONS, "dialect": tuple(VARIANTS), "dtype": DTYPES}.items():
+        if (name := getattr(model, key)) not in names:
+            raise BundleError(f"{where}: {key} must be one of {', '.join(names)}, not {shown(name)}")
+    _check_keys(model.variants, VARIANTS[model.dialect], f"{where}: variants", needed="canonical")
+    for key, (least, most) in _RANGES.items():
+        _check_range(getattr(model, key), least, most, f"{where}: {key}")
+    if not model.cache:
+        raise BundleError(f"{where}: cache must have at least 1 layer, not 0")
+    for i, layer in enumerate(model.cache):
+        for key, size in dataclasses.asdict(layer).items():
+            _check_range(size, 1, _MOST, f"{where}: cache[{i}]: {key}")
+    for i, token_id in enumerate(model.eos_token_ids):
+        _check_range(token_id, 0, ends - 1, f"{where}: eos_token_ids[{i}]")
+    _check_sizes(model.variants, f"{where}: variants")
+    _check_sizes(model.files, f"{where}: files")
+    for name, difference in model.parity.items():
+        if not 0 <= difference < math.inf:
+            raise BundleError(f"{where}: parity: {name} must be a finite number of at least 0, not {shown(difference)}")
+
+
+def _check_keys(found: Mapping[str, Any], known: Collection[str], where: str, *, needed: str | None = None) -> None:
+    if unknown := sorted(set(found) - set(known)):
+        raise BundleError(f"{where}: unknown option '{unknown[0]}' (known: {', '.join(known)})")
+    if needed is not None and needed not in found:
+        raise BundleError(f"{where}: '{needed}' is missing")
+
+
+def _check_sizes(files: Mapping[str, FileEntry], where: str) -> None:
+    for name, entry in files.items():
+        _check_range(entry.bytes, 0, _MOST_BYTES, f"{where}: {name}: bytes")
+
+
+def _check_range(value: int, least: int, most: int, where: str) -> None:
+    if not least <= value <= most:
+        raise BundleError(f"{where} must be from {least} to {most}, not {shown(value)}")
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -160,15 +247,18 @@ def file_entry(path: Path) -> FileEntry:
 def check_file(folder: Path, entry: FileEntry) -> None:
     """Raise BundleError unless the file is there, inside ``folder``, whole and unchanged."""
     path = folder / entry.file
-    if not _is_plain(entry.file) or path.is_symlink():
-        raise BundleError(f"{MANIFEST}: file '{entry.file}' leaves the bundle; only plain names are allowed")
-    if not path.is_file():
-        raise BundleError(f"{path} is missing; copy the whole bundle or export it again")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        raise BundleError(f"{path} has {size} bytes instead of {entry.bytes}; the copy is incomplete")
-    if file_entry(path).sha256 != entry.sha256:
-        raise BundleError(f"{path} does not match its SHA-256 in {MANIFEST}; it was changed or damaged")
+    try:
+        if not _is_plain(entry.file) or path.is_symlink():
+            raise BundleError(f"{MANIFEST}: file '{entry.file}' leaves the bundle; only plain names are allowed")
+        if not path.is_file():
+            raise BundleError(f"{path} is missing; copy the whole bundle or export it again")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise BundleError(f"{path} has {size} bytes instead of {entry.bytes}; the copy is incomplete")
+        if file_entry(path).sha256 != entry.sha256:
+            raise BundleError(f"{path} does not match its SHA-256 in {MANIFEST}; it was changed or damaged")
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def dump(manifest: Manifest) -> str:
@@ -189,17 +279,17 @@ def parse(kind: Any, raw: Any, where: str) -> Any:
         return {key: parse(get_args(kind)[1], value, f"{where}: {key}") for key, value in raw.items()}
     if origin is tuple and isinstance(raw, list):
         return tuple(parse(get_args(kind)[0], value, f"{where}[{i}]") for i, value in enumerate(raw))
-    if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+    if kind is float and type(raw) is int and abs(raw) <= _MOST_BYTES:
         return float(raw)
     if isinstance(kind, type) and type(raw) is kind:
         return raw
     name = kind.__name__ if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) else str(kind)
-    raise BundleError(f"{where}: expected {name}, found {raw!r:.60}")
+    raise BundleError(f"{where}: expected {name}, found {shown(raw)}")
 
 
 def _parse_dataclass(kind: Any, raw: Any, where: str) -> Any:
     if not isinstance(raw, dict):
-        raise BundleError(f"{where}: expected an object, found {raw!r:.60}")
+        raise BundleError(f"{where}: expected an object, found {shown(raw)}")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if unknown := sorted(set(raw) - set(fields)):
         raise BundleError(f"{where}: unknown option '{unknown[0]}' (known: {', '.join(fields)})")

@@ -13,6 +13,11 @@ Each message is one line and names the thing and the legal range, or the next co
 
 from __future__ import annotations
 
+import reprlib
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 60, 60, 60
+
 
 class LeadoutError(Exception):
     """Base of all; catch it to catch whatever Leadout refuses."""
@@ -54,3 +59,11 @@ class CheckError(LeadoutError):
     """A check that ran and did not hold."""
 
     exit_code = 7
+
+
+def shown(value: object) -> str:
+    """``value`` as a message quotes it, whatever it is: on one line, and not at length."""
+    try:
+        return " ".join(line.strip() for line in _BRIEF.repr(value).splitlines())
+    except Exception:  # an int of thousands of digits
+        return f"{type(value).__name__} (too long to show)"

@@ -20,8 +20,9 @@ SEED = 20261121  # at a temperature above 0 all drafts write the text of this se
 @contextmanager
 def priced(pair: leadout.Pair, plain: Engine | None, name: str) -> Iterator[Engine]:
     """While inside, ``pair`` and what decodes plainly beside it (given here, or the pair's target) take the time of the
-    table ``name``. Gives the latter."""
+    table ``name``, and what steps were measured to take on the real device counts for nothing. Gives the latter."""
     prices, clock = Prices.read(TABLES, name), Clock()
+    pair.known = ()
     bare = Priced(plain or pair.target, clock, prices.bare, beside=prices.beside)
     pair.target = Priced(pair.target, clock, prices.target, beside=prices.beside)
     if pair.draft is not None:

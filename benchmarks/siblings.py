@@ -65,7 +65,7 @@ def main(
     """Count what answers to one prompt are worth to each other on the pair in BUNDLE."""
     if temperature == 0:
         raise UsageError("temperature must be above 0: at 0 all answers are the same")
-    texts = [row["prompt"] for row in read_prompts(prompts)][:limit]
+    texts = [line.prompt for line in read_prompts(prompts, "siblings.py")][:limit]
     settings |= {"temperature": temperature, "seed": 7}
     with load(bundle, batch_size=batch_size) as pair:
         drafts = [name for name in ("siblings", "model", "suffix", "auto") if name != "model" or pair.draft is not None]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..bundle import ModelEntry
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from .base import MAX_STEP, ModelSpec
 from .memory import bucket
+from .tensorrt.buildable import require_buildable
 from .variants import sessions
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine
+MOST_ROWS, MOST_DRAFTED = 4096, 64  # the latter by a tree; by text that repeats 63, else 16
 _GOLDEN = "golden.npz"
 _LIVE = 16  # hidden-sized activations a token that are alive at once, measured on Llama graphs
 _KERNELS = 8 << 20  # what an engine holds beside its weights, measured with TensorRT-RTX 1.7
@@ -36,17 +39,30 @@ class Load:
         for name, choices in (("provider", PLANNED), ("precision", tuple(PRECISIONS))):
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name} '{getattr(self, name)}' is unknown (one of: {', '.join(choices)})")
-        for name, least in {"batch": 1, "draft_length": 0, "context": 1}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
-        if self.capacity is not None and (not self.built or self.capacity < self.context + self.draft_length):
-            needed = self.context + self.draft_length
-            raise UsageError(f"capacity is for TensorRT engines and at least {needed} slots: the context and a draft")
+        for name, (least, most) in {"batch": (1, MOST_ROWS), "draft_length": (0, MOST_DRAFTED)}.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise UsageError(f"{name.replace('_', '-')} must be from {least} to {most}, not {shown(value)}")
+        if self.context < 1:
+            raise UsageError(f"context must be at least 1, not {self.context}")
+        if self.capacity is not None:
+            self._check_capacity(self.capacity)
 
     @property
     def built(self) -> bool:
         """Whether the provider runs engines."""
         return self.provider.startswith("tensorrt")
+
+    def _check_capacity(self, capacity: int) -> None:
+        if not self.built:
+            raise UsageError(f"capacity is an engine's; with provider '{self.provider}' a cache grows as it is needed")
+        context, step = self.context + self.draft_length, self.draft_length + 1
+        if capacity < context:
+            raise UsageError(
+                f"capacity must be at least {context} slots (context {self.context} and a draft of"
+                f" {self.draft_length}), not {capacity}"
+            )
+        if capacity < 2 * step:
+            raise UsageError(f"capacity must be at least {2 * step} slots (two steps of {step}), not {capacity}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,9 +81,17 @@ class Memory:
 
 
 def plan(model: ModelEntry, load: Load) -> Memory:
-    """The memory of one model. Raises UsageError if the context is beyond the model's."""
+    """The memory of one model. Raises UsageError if context or capacity are beyond the model's, ExportError for one of
+    which no such engine can be built."""
+    if load.built:
+        require_buildable(model, load.precision)
     if load.context > model.max_context:
         raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
+    if load.capacity is not None and load.capacity > (most := longest(load, model)):
+        raise UsageError(
+            f"capacity must be at most {most} slots (the model's context and a draft of {load.draft_length}), not"
+            f" {load.capacity}"
+        )
     slots = load.context + load.draft_length
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "grouped")
@@ -86,10 +110,26 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     )
 
 
-def describe(memories: dict[str, Memory], load: Load) -> dict[str, Any]:
-    """The plan as JSON can hold it; sizes in bytes."""
-    models = {role: dataclasses.asdict(memory) | {"total": memory.total} for role, memory in memories.items()}
-    return dataclasses.asdict(load) | {"models": models, "total": sum(m.total for m in memories.values())}
+def longest(load: Load, model: ModelEntry) -> int:
+    """Slots of a row that an engine of ``model`` can come to use."""
+    return model.max_context + load.draft_length
+
+
+def fitting(load: Load, model: ModelEntry) -> Load:
+    """``load`` for a draft: one of less context serves as far as it goes."""
+    capacity = None if load.capacity is None else min(load.capacity, longest(load, model))
+    return dataclasses.replace(load, context=min(load.context, model.max_context), capacity=capacity)
+
+
+def describe(memories: Mapping[str, Memory], load: Load, models: Mapping[str, ModelEntry]) -> dict[str, Any]:
+    """The plan as JSON can hold it; sizes in bytes. ``precision`` is the engines', or that of each model."""
+    precisions = {role: load.precision if load.built else model.precision for role, model in models.items()}
+    described = {
+        role: {"precision": precisions[role], **dataclasses.asdict(memory), "total": memory.total}
+        for role, memory in memories.items()
+    }
+    total = sum(memory.total for memory in memories.values())
+    return dataclasses.asdict(load) | {"precision": precisions["target"], "models": described, "total": total}
 
 
 def _bytes_of_numbers(model: ModelEntry, load: Load) -> int:

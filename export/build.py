@@ -18,14 +18,15 @@ import onnx_ir as ir
 
 from ..bundle import FileEntry, Model, ModelEntry, file_entry
 from ..engines import ONE_ROW, open_engine
-from ..errors import UsageError
+from ..errors import EngineError, ExportError, UsageError
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
+from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft
 from .draft_ids import DraftIds
 from .golden import Truth, compute_truth, save_golden
-from .pairing import Ids
-from .parity import ImprecisionError, measure
+from .pairing import Ids, Vocabulary
+from .parity import ImprecisionError, measure, measure_roomy
 from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
 from .tree import to_tree, to_tree_gqa
@@ -71,22 +72,27 @@ def export_pair(
     choice = choose_draft(str(target), draft, precision, draft_precision)
     if choice is None and draft_vocabulary is not None:
         raise UsageError("draft-vocabulary trims a draft, and none was given")
+    if choice is None and draft_precision is not None:
+        raise UsageError("draft-precision is that of a draft, and none was given")
     if draft_vocabulary is None and calibration:
         raise UsageError("calibration texts are for draft-vocabulary, which was not given")
     place = destination(out)
     sources = {"target": str(target)} | ({} if choice is None else {"draft": choice.source})
-    configs = {role: read_config(source) for role, source in sources.items()}
+    configs = {role: read_config(require_there(source)) for role, source in sources.items()}
     contexts = {"target": context_length(configs["target"], max_context)}
+    vocabularies = {role: vocabulary(sources[role], configs[role]) for role in sources}
+    _require_logits(vocabularies["target"])
     if choice is not None:
         contexts["draft"] = min(contexts["target"], context_length(configs["draft"]))
-        vocabularies = {role: vocabulary(sources[role], configs[role]) for role in sources}
         draft_ids = DraftIds.choose(vocabularies["target"], vocabularies["draft"], draft_vocabulary, calibration)
-    with aside(place) as folder:
+    with aside(place, progress) as folder:
         save_texts(sources["target"], folder)
+        keep_readable(folder, progress)
         progress(f"target: reading {sources['target']}")
         checkpoint = load(sources["target"], contexts["target"])
+        sampling = choose_sampling(folder, checkpoint.sampling, progress)
         entries = {"target": export_first(checkpoint, folder / "target", [precision], progress)}
-        sampling, ends = checkpoint.sampling, checkpoint.eos_token_ids
+        ends = checkpoint.eos_token_ids
         if choice is not None:
             if not choice.itself:
                 progress(f"draft: reading {choice.source}")
@@ -95,6 +101,23 @@ def export_pair(
         progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
+
+
+def require_there(source: str) -> str:
+    """``source``. Raises ExportError for one that looks like a path, not like a hub id, and leads nowhere."""
+    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not Path(source).exists():
+        raise ExportError(f"no checkpoint '{source}': no such directory (nor is it a hub id, like OWNER/NAME)")
+    return source
+
+
+def _require_logits(target: Vocabulary) -> None:
+    """Raise ExportError for a tokenizer that gives ids beyond the target's logits: no text could be read with it."""
+    ids = 1 + max((target.ids or {}).values(), default=-1)
+    if ids > target.logits:
+        raise ExportError(
+            f"'{target.source}' has {target.logits} logits, too few for its tokenizer.json of {ids} ids;"
+            " put the tokenizer it was trained with into its directory"
+        )
 
 
 def _export_draft(
@@ -139,7 +162,7 @@ def export_model(
     role = folder.name
     progress(f"{role}: reference logits of {checkpoint.architecture}")
     shapes = cache_shapes(checkpoint.model)
-    whole = compute_truth(checkpoint.model, checkpoint.max_context, checkpoint.bos_token_id)
+    whole = compute_truth(checkpoint)
     truth, note = whole.of(columns), ""
     if columns is not None:
         note = f"{kept_mass(whole.logits, columns):.1%} of its own probability"
@@ -217,13 +240,20 @@ class _Checks:
 
     def _measure(self, step: str, folder: Path, variant: str, file: str, precision: str) -> None:
         entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
-        engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
+        named = f"{self.entry.architecture}, {step}"
         try:
-            parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
-        finally:
-            engine.close()
+            engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
+            try:
+                parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
+                roomy = measure_roomy(self.truth, engine)
+            finally:
+                engine.close()
+        except EngineError as error:  # the folder is about to vanish: name what the user knows
+            reason = str(error).removeprefix(f"{folder / file}: ").replace(str(folder / file), "the graph")
+            raise ExportError(f"{self.folder.name}: {named}: {reason}") from None
         self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")
-        parity.require(f"{self.entry.architecture}, {step}", precision)
+        parity.require(named, precision)
+        roomy.require(f"{named}: its attention depends on the cache's capacity", precision)
         self.found[step] = parity.difference
 
 

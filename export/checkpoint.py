@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 
-from ..errors import ExportError, UsageError
+from ..bundle import SAMPLING
+from ..engines.providers import first_line
+from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # runtime settings of the same names
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -52,8 +56,10 @@ def read_config(source: str | Path) -> Any:
         raise ExportError(f"'{place}' is not a checkpoint: config.json is missing")
     try:
         config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
-        raise ExportError(f"no checkpoint '{place}': {_first_line(error)}") from None
+    except StrictDataclassError as error:  # it says which check failed, its cause why
+        raise ExportError(f"config.json of '{place}' is wrong: {first_line(error.__cause__ or error)}") from None
+    except Exception as error:  # a configuration's own code raises what it likes
+        raise ExportError(f"no checkpoint '{place}': {first_line(error)}") from None
     if reason := _refusal(config):
         raise ExportError(f"{_name(config)} cannot be exported: {reason}")
     return config
@@ -76,24 +82,25 @@ def context_length(config: Any, wanted: int | None = None) -> int:
 
 
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
-    """Read a checkpoint in float32, in eval mode. Raises ExportError or UsageError as ``read_config`` and more."""
+    """Read a checkpoint in float32, in eval mode. Raises ExportError or UsageError as ``read_config`` and more: every
+    weight must be in its files."""
     config = read_config(source)
     context = context_length(config, max_context)
-    try:
-        with _no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(str(source), dtype=torch.float32, attn_implementation="eager")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ExportError(f"'{source}' cannot be loaded: {_first_line(error)}") from None
+    model = _read_model(str(source), config)
     if model.get_output_embeddings() is None:
         raise ExportError(f"{_name(config)} cannot be exported: it has no language-model head")
     text = config.get_text_config()
     generation = model.generation_config
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    # Smaller vocabularies keep GPT-2's default of 50256 or say -1: what is no id of the model begins no text.
+    bos = text.bos_token_id
+    bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else None
     return Checkpoint(
         source=str(source),
         model=model.eval(),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        vocab_size=vocab_size,
         max_context=context,
-        bos_token_id=text.bos_token_id,
+        bos_token_id=bos,
         eos_token_ids=_ids(generation.eos_token_id if generation.eos_token_id is not None else text.eos_token_id),
         sampling=_sampling(generation),
     )
@@ -126,14 +133,71 @@ def find_file(source: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def _read_model(source: str, config: Any) -> PreTrainedModel:
+    """The model, all of it from its files. Raises ExportError."""
+    try:
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+    except SafetensorError as error:
+        raise ExportError(
+            f"'{source}' cannot be loaded: its weights are incomplete or a git-lfs pointer ({first_line(error)});"
+            " download them again"
+        ) from None
+    except Exception as error:  # an architecture's own code raises what it likes
+        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+    if fault := _fault(report, list(model.state_dict()), config):
+        raise ExportError(f"'{source}' cannot be exported: {fault}")
+    return model
+
+
+def _fault(report: Mapping[str, Any], names: Sequence[str], config: Any) -> str | None:
+    """What is wrong with the tensors of the files, or None: transformers fills a tensor that is missing or of another
+    shape with noise, and leaves out layers that the configuration does not count. ``names``: the model's own."""
+    if missing := sorted(report["missing_keys"]):
+        return f"its files lack {_some(missing)}"
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, theirs, ours = mismatched[0]
+        sizes = f"{list(theirs)}, by its config.json {list(ours)}"
+        return f"{name} is {sizes}" + (f" (and {len(mismatched) - 1} more)" if mismatched[1:] else "")
+    if further := sorted(name for name in report["unexpected_keys"] if _is_further_layer(name, names, config)):
+        return f"its files have more layers than its config.json counts: {_some(further)}"
+    if errors := report["error_msgs"]:
+        return str(errors[0]).strip().splitlines()[0]
+    return None
+
+
+def _is_further_layer(name: str, names: Sequence[str], config: Any) -> bool:
+    """Whether a tensor is of a layer behind the model's last. Not those that predict more tokens ahead, which a
+    configuration counts apart; nor buffers, other heads and towers, which are of no such list."""
+    parts = re.fullmatch(r"(.*?\.)(\d+)\..*", name)
+    if parts is None:
+        return False
+    own = re.compile(rf"(?:.*\.)?{re.escape(parts[1])}(\d+)\..*")
+    layers = {int(found[1]) for each in names if (found := own.fullmatch(each))}
+    ahead = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    return bool(layers) and int(parts[2]) > max(layers) + ahead
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+
+
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Progress is the caller's to show."""
-    shown = logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Progress is the caller's to show, and what loading reports is judged, not printed."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
@@ -151,6 +215,9 @@ def _refusal(config: Any) -> str | None:
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
     if "linear_attention" in kinds or "conv" in kinds or _is_recurrent(config):
         return "it keeps recurrent state, which cannot be rolled back by length"
+    if quantised := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        return f"its weights are quantised ({method or 'by an unknown method'}); export the original checkpoint"
     return None
 
 
@@ -172,9 +239,8 @@ def _sampling(generation: GenerationConfig) -> dict[str, float]:
         return {}
     found = {name: getattr(generation, name, None) for name in SAMPLING}
     # transformers samples at 1 where no temperature is given; without one here, the pair would be greedy.
-    return {"temperature": 1.0} | {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    numbers = {name: value for name, value in found.items() if value is not None}
+    for name, value in numbers.items():
+        if not isinstance(value, (int, float)):
+            raise ExportError(f"generation_config.json: {name} must be a number, not {shown(value)}")
+    return {"temperature": 1.0} | {name: float(value) for name, value in numbers.items()}

@@ -59,7 +59,7 @@ def import_pair(
         raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
     if "draft" in sources:
         ids = _match(target, sources["draft"])
-    with aside(place) as folder:
+    with aside(place, progress) as folder:
         entries = {}
         for role, source in sources.items():
             progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..bundle import CacheShape
+from ..bundle import SAMPLING, CacheShape
 from ..errors import EngineError, ExportError
 from .foreign_graph import Graph, inside, is_plain, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 

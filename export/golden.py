@@ -11,13 +11,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from ..errors import ExportError
+from .checkpoint import Checkpoint
 
 ROWS, LENGTH, TOP = 3, 32, 64
 
@@ -34,14 +39,16 @@ class Truth:
         return self if columns is None else Truth(self.tokens, np.ascontiguousarray(self.logits[..., columns]))
 
 
-def compute_truth(model: PreTrainedModel, max_context: int, first: int | None = None) -> Truth:
-    """Let ``model`` write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
+def compute_truth(checkpoint: Checkpoint) -> Truth:
+    """Let the model write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
 
-    Rows begin with the token ``first`` if given.
+    Rows have LENGTH tokens, or as many as the context takes, and begin with the checkpoint's BOS if it has one.
 
     Rows that the model wrote are rows it is asked to write later; on noise, quantised models look worse than they are.
+    Raises ExportError if a logit is not finite.
     """
-    tokens = _write_rows(model, min(LENGTH, max_context), first)
+    model = checkpoint.model
+    tokens = _write_rows(checkpoint, min(LENGTH, checkpoint.max_context))
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -49,7 +56,10 @@ def compute_truth(model: PreTrainedModel, max_context: int, first: int | None = 
             rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens]
     finally:
         model.set_attn_implementation(attention)
-    return Truth(tokens.numpy(), np.stack([row.numpy() for row in rows]))
+    logits = np.stack([row.numpy() for row in rows])
+    if not np.isfinite(logits).all():
+        raise _not_finite(checkpoint.source)
+    return Truth(tokens.numpy(), logits)
 
 
 def save_golden(truth: Truth, path: Path) -> None:
@@ -66,17 +76,56 @@ def save_golden(truth: Truth, path: Path) -> None:
     )
 
 
-def _write_rows(model: PreTrainedModel, length: int, first: int | None) -> torch.Tensor:
-    """[ROWS, length] int64: two tokens drawn at random (or ``first`` and one), then what the model samples."""
-    vocab = model.get_output_embeddings().weight.shape[0]
+def _write_rows(checkpoint: Checkpoint, length: int) -> torch.Tensor:
+    """[ROWS, length] int64: two tokens drawn at random (or BOS and one), then what the model samples at temperature 1,
+    never an end of text."""
+    vocab, first = checkpoint.vocab_size, checkpoint.bos_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start = torch.randint(vocab, (ROWS, 2))
-        if first is not None:
-            start[:, 0] = first
-        settings = GenerationConfig(do_sample=True, top_k=0, max_length=length, min_length=length, pad_token_id=0)
-        with torch.no_grad():
-            rows: torch.Tensor = model.generate(
-                start, attention_mask=torch.ones_like(start), generation_config=settings
+        rows = torch.randint(vocab, (ROWS, 2))
+        if isinstance(first, int) and 0 <= first < vocab:
+            rows[:, 0] = first
+        if length > rows.shape[1]:
+            settings = GenerationConfig(
+                do_sample=True,
+                top_k=0,
+                max_length=length,
+                min_length=length,
+                pad_token_id=0,
+                eos_token_id=[i for i in checkpoint.eos_token_ids if 0 <= i < vocab] or None,
             )
+            with torch.no_grad(), _no_defaults(checkpoint.model):
+                rows = checkpoint.model.generate(
+                    rows,
+                    attention_mask=torch.ones_like(rows),
+                    generation_config=settings,
+                    logits_processor=LogitsProcessorList([_RequireFinite(checkpoint.source)]),
+                )
     return rows
+
+
+@contextlib.contextmanager
+def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """transformers fills what a generation config leaves open from the model's own, which may ask for anything."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _RequireFinite(LogitsProcessor):  # type: ignore[misc]
+    """Raises ExportError where no token can be drawn; an end of text at -inf is no such place."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not scores.logsumexp(-1).isfinite().all():
+            raise _not_finite(self.source)
+        return scores
+
+
+def _not_finite(source: str) -> ExportError:
+    return ExportError(f"'{source}': its logits are not finite; look for NaN or infinity among its weights")

@@ -12,7 +12,7 @@ from .padding import Padding
 from .rewrite import CONTRIB, Array, constant, dims, evaluate, made_by, node, sources, swap, sweep
 
 _PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
-_ROTARY_MULTIPLE = 8  # GroupQueryAttention takes tables of such widths only
+_MULTIPLE = 8  # GroupQueryAttention takes heads, and tables of angles, of such widths only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     """TensorScatter x2 + Attention -> GroupQueryAttention, rotary inside, in place: right for ONE row only.
 
     Packed q/k/v go in as one value; sums before norms are fused with them. A layer that is no causal or sliding-window
-    attention of equal key and value widths stays as it is and stays right. Returns how many layers became one node:
+    attention, or not ``fusable``, stays as it is and stays right. Returns how many layers became one node:
     at 0 (falcon, bloom: no Attention node at all) the variant is worth nothing and should not be shipped.
 
     ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows, and writes a slot
     more, where the new input ``least_width`` is 2 and not 1. Returns 0 where a layer is left that does not.
     """
-    layers = [v for v in layers_of(model) if dims(v.attention.inputs[0])[-1] == dims(v.value.inputs[0])[-1]]
+    layers = [layer for layer in layers_of(model) if fusable(layer)]
     padding = Padding(model, asked=True) if even else None
     if layers:
         lengths = lengths_of(model, padding)
@@ -136,10 +136,19 @@ def layers_of(model: ir.Model) -> list[Layer]:
     return found
 
 
+def fusable(layer: Layer) -> bool:
+    """Whether GroupQueryAttention takes the layer's heads: keys as wide as values, in eights (open_llama_3b's 100 are
+    not)."""
+    width = dims(layer.attention.inputs[0])[-1]
+    return bool(width == dims(layer.value.inputs[0])[-1] and width % _MULTIPLE == 0)
+
+
 def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     """Recognise a mask by what it computes, not by how: (True, None) causal, (True, w) causal and of the last w."""
     caches = [v for v in model.graph.inputs if str(v.name).startswith("past_key_values.")]
     if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", *(v.name for v in caches)}:
+        return False, None
+    if _reads_contents(mask, caches):  # doge: which slots are seen follows from the values in them
         return False, None
     slot, empty = np.arange(_PROBED_SLOTS), {}
     for v in caches:  # read for their number of slots only, so caches without rows will do
@@ -160,6 +169,20 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     if not np.array_equal(seen(queries), wanted):
         return False, None
     return True, None if width == _PROBED_SLOTS else width
+
+
+def _reads_contents(value: ir.Value, caches: list[ir.Value]) -> bool:
+    """Whether ``value`` is computed from what is in ``caches``, not from their shapes alone."""
+    seen, left = set[int](), [value]
+    while left:
+        value = left.pop()
+        if any(value is cache for cache in caches):
+            return True
+        producer = value.producer()
+        if id(value) not in seen and producer is not None and producer.op_type != "Shape":
+            left += [v for v in producer.inputs if v is not None]
+        seen.add(id(value))
+    return False
 
 
 def _cached_layers(model: ir.Model) -> int:
@@ -255,7 +278,7 @@ def _strip_rotary(query: ir.Value, key: ir.Value) -> tuple[ir.Value, ir.Value, i
     q, k = made_by(query, "RotaryEmbedding"), made_by(key, "RotaryEmbedding")
     if q is None or k is None or len(q.inputs) != 4 or list(q.inputs[1:]) != list(k.inputs[1:]):
         return query, key, None
-    if dims(q.inputs[1])[-1] % _ROTARY_MULTIPLE:
+    if dims(q.inputs[1])[-1] % _MULTIPLE:
         return query, key, None
     if {n: a.value for n, a in q.attributes.items()} != {n: a.value for n, a in k.attributes.items()}:
         return query, key, None

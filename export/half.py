@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from .rewrite import array_of, constant, node, sources
+from .rewrite import Array, array_of, constant, node, sources
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -22,6 +22,11 @@ def to_half(model: ir.Model, half: ir.DataType = ir.DataType.FLOAT16) -> None:
         _convert_inputs(model, n, inner, half)
         if n.op_type == "Cast" and n.attributes["to"].as_int() == int(_FLOAT):
             n.attributes["to"] = ir.AttrInt64("to", int(half))
+        if n.op_type == "ConstantOfShape":
+            given = n.attributes.get("value")
+            filling = np.zeros(1, np.float32) if given is None else given.as_tensor().numpy()
+            if filling.dtype == np.float32:
+                n.attributes["value"] = ir.AttrTensor("value", ir.tensor(_rounded(filling, half)))
         for output in n.outputs:
             if output.dtype == _FLOAT:
                 output.dtype = half
@@ -36,20 +41,25 @@ def to_half(model: ir.Model, half: ir.DataType = ir.DataType.FLOAT16) -> None:
 
 
 def _carries_activations(n: ir.Node) -> bool:
-    """Whether a node computes with weights (a tied head's Transpose too) or a cache, not with positions alone."""
-    floats = [v for v in n.outputs if v.dtype in (_FLOAT, None)]
+    """Whether a node computes with weights (a tied head's Transpose too) or a cache, not with positions alone; or
+    compares what such nodes compute."""
+    floats = [v for v in (*n.inputs, *n.outputs) if v is not None and v.dtype in (_FLOAT, None)]
     found = sources(n.outputs)
     return bool(floats) and not (found and found <= {"position_ids", "past_lens", "logit_index"})
 
 
 def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int], half: ir.DataType) -> None:
-    largest = float(ml_dtypes.finfo(half.numpy()).max)  # type: ignore[no-untyped-call]
     for index, value in enumerate(n.inputs):
         if value is None or value.dtype != _FLOAT:
             continue
         array = array_of(value)
         if array is not None:
-            rounded = np.clip(array, -largest, largest).astype(half.numpy())
-            n.replace_input_with(index, constant(model, f"{value.name}.half", rounded))
+            n.replace_input_with(index, constant(model, f"{value.name}.half", _rounded(array, half)))
         elif value.producer() is not None and id(value.producer()) not in inner:
             n.replace_input_with(index, node(model, n, "Cast", [value], to=int(half)))
+
+
+def _rounded(array: Array, half: ir.DataType) -> Array:
+    """In half precision; numbers beyond its range become its largest."""
+    largest = float(ml_dtypes.finfo(half.numpy()).max)  # type: ignore[no-untyped-call]
+    return np.clip(array, -largest, largest).astype(half.numpy())

@@ -56,7 +56,7 @@ def match_bytes(target: Vocabulary, draft: Vocabulary) -> Match:
 def require_coverage(checkpoint: Checkpoint, columns: Any) -> float:
     """The share of the draft's probability, in text of its own, that lies on ``columns``. Raises ExportError below
     LEAST."""
-    truth = compute_truth(checkpoint.model, checkpoint.max_context, checkpoint.bos_token_id)
+    truth = compute_truth(checkpoint)
     mass = kept_mass(truth.logits, columns)
     if mass < LEAST:
         raise ExportError(

@@ -112,15 +112,19 @@ def match(target: Vocabulary, draft: Vocabulary) -> Match:
 def _same_tokens(target: Vocabulary, draft: Vocabulary, p: Mapping[str, int], q: Mapping[str, int]) -> None:
     either = target.added | draft.added
     differing = {token for token in p.keys() ^ q.keys() if token not in either}
-    differing |= {t for t in p.keys() & q.keys() if t not in either and q[t] >= draft.logits}
-    if not differing:
-        return
-    token = min(differing, key=lambda t: (p.get(t, len(p)), t))
-    where = f"{q.get(token, 'not')} there and {p.get(token, 'not')} here"
-    raise ExportError(
-        f"draft '{draft.source}' has another vocabulary ({draft.logits}) than target '{target.source}'"
-        f" ({target.logits}): token {token!r} is {where}; choose a draft of the same tokenizer"
-    )
+    if differing:
+        token = min(differing, key=lambda t: (p.get(t, len(p)), t))
+        where = f"{q.get(token, 'not')} there and {p.get(token, 'not')} here"
+        raise ExportError(
+            f"draft '{draft.source}' has another vocabulary ({draft.logits}) than target '{target.source}'"
+            f" ({target.logits}): token {token!r} is {where}; choose a draft of the same tokenizer"
+        )
+    if beyond := {t for t in q if t not in either and q[t] >= draft.logits}:
+        token = min(beyond, key=lambda t: (q[t], t))
+        raise ExportError(
+            f"draft '{draft.source}' has {draft.logits} logits, too few for the vocabulary of its tokenizer: token"
+            f" {token!r} is {q[token]}; choose a draft whose head knows every token"
+        )
 
 
 def _inputs(target: Vocabulary, draft: Vocabulary, p: Mapping[str, int], q: Mapping[str, int]) -> Ids:

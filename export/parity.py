@@ -2,13 +2,14 @@
 
 Truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations:
 a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. Where the engine
-takes them, a fifth: those five tokens among siblings, as a branch of a tree.
+takes them, a fifth: those five tokens among siblings, as a branch of a tree. The first three again in a roomy cache:
+what is attended to may depend on positions, never on how many slots there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from ..engines.base import TreeEngine
 from ..errors import ExportError
 from .golden import Truth
 
-STEP = 5
+STEP = 5  # tokens, or as many as a row has behind its first
+ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
 LOOSE_DIVERGENCE, LOOSE_AGREEMENT = 1.0, 0.5
@@ -67,11 +69,20 @@ class Parity:
 
 def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:
     """Run the four situations (without ``batched`` the first three) and compare every row of logits."""
-    pairs = list(_alone(truth, engine))
+    pairs = list(_alone(truth, engine, 0))
     if batched:
         pairs += _ragged(truth, engine)
     if isinstance(engine, TreeEngine) and engine.spec.trees:
         pairs += _branched(truth, engine)
+    return _compare(pairs)
+
+
+def measure_roomy(truth: Truth, engine: Engine) -> Parity:
+    """The first three situations in a cache as large as decoding may reserve, or of ROOMY slots if that is less."""
+    return _compare(list(_alone(truth, engine, min(engine.spec.max_context, ROOMY))))
+
+
+def _compare(pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Parity:
     found = np.concatenate([pair[0] for pair in pairs]).astype(np.float64)
     expected = np.concatenate([pair[1] for pair in pairs]).astype(np.float64)
     if not np.isfinite(found).all():
@@ -85,12 +96,17 @@ def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:
     )
 
 
-def _alone(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """One row: prefill all but a step, a step, then its first token again after rolling back."""
-    row, logits = truth.tokens[0], truth.logits[0]
-    start = len(row) - STEP
+def _start(truth: Truth) -> int:
+    """Where the last step of the rows begins."""
+    return max(1, int(truth.tokens.shape[1]) - STEP)
+
+
+def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """One row in a cache of at least ``slots``: prefill all but a step, a step, then its first token again after
+    rolling back."""
+    row, logits, start = truth.tokens[0], truth.logits[0], _start(truth)
     engine.reset(1)
-    engine.reserve(len(row))
+    engine.reserve(max(len(row), slots))
     yield np.array(engine.forward(row[None, :start], np.array([0]))[0]), logits[:start]
     yield np.array(engine.forward(row[None, start:], np.array([start]))[0]), logits[start:]
     yield np.array(engine.forward(row[None, start : start + 1], np.array([start]))[0]), logits[start : start + 1]
@@ -99,14 +115,15 @@ def _alone(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray
 def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Three rows, each with its own past: padded prefill, a step, then one token after rolling back."""
     rows, length = truth.tokens.shape
-    lens = np.array([length - STEP - (r * 7) % (length - STEP - 1) for r in range(rows)], np.int64)
+    start = _start(truth)
+    lens = np.array([start - (r * 7) % max(1, start - 1) for r in range(rows)], np.int64)
     each = np.arange(rows)
     engine.reset(rows)
     engine.reserve(length)
     padded = np.where(np.arange(lens.max()) < lens[:, None], truth.tokens[:, : lens.max()], 0)
     last = engine.forward(padded, np.zeros(rows, np.int64), (lens - 1)[:, None])
     yield np.array(last[:, 0]), truth.logits[each, lens - 1]
-    places = lens[:, None] + np.arange(STEP)
+    places = lens[:, None] + np.arange(length - start)
     new = truth.tokens[each[:, None], places]
     vocab = truth.logits.shape[-1]
     yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
@@ -115,14 +132,14 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
 
 def _branched(truth: Truth, engine: TreeEngine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """One row: the last step as the branch of every second node, each with a sibling before it."""
-    row, logits = truth.tokens[0], truth.logits[0]
-    start = len(row) - STEP
+    row, logits, start = truth.tokens[0], truth.logits[0], _start(truth)
     new = np.repeat(row[start:], 2)
     new[::2] = (new[::2] + 1) % truth.logits.shape[-1]
-    sees = np.eye(2 * STEP, dtype=np.bool_)
-    sees[:, 1::2] |= np.arange(2 * STEP)[:, None] > np.arange(1, 2 * STEP, 2)
+    nodes = np.arange(new.size)
+    sees = np.eye(new.size, dtype=np.bool_)
+    sees[:, 1::2] |= nodes[:, None] > nodes[1::2]
     engine.reset(1)
-    engine.reserve(start + 2 * STEP)
+    engine.reserve(start + new.size)
     engine.forward(row[None, :start], np.array([0]))
     yield np.array(engine.forward_tree(new[None], np.array([start]), sees[None])[0, 1::2]), logits[start:]
 

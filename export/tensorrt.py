@@ -16,8 +16,9 @@ import onnx_ir as ir
 
 from ..bundle import Bundle, Model
 from ..engines.tensorrt import compat
+from ..engines.tensorrt.buildable import require_buildable
 from ..engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump
-from ..errors import EngineError, ExportError, UsageError
+from ..errors import EngineError, UsageError
 from .tensorrt_graph import PRECISIONS, lower
 from .tensorrt_network import (
     add_profile,
@@ -113,22 +114,7 @@ def check_buildable(model: Model, precision: str) -> None:
     """Raise UsageError for an unknown precision, ExportError for a graph that TensorRT cannot read."""
     if precision not in PRECISIONS:
         raise UsageError(f"precision '{precision}' is unknown (one of: {', '.join(PRECISIONS)})")
-    role, entry = model.folder.name, model.entry
-    if entry.dialect != "slots":
-        raise ExportError(
-            f"the {role} was imported ('{entry.dialect}'): engines are built from a checkpoint's own export:"
-            " leadout export TARGET --draft DRAFT -o BUNDLE"
-        )
-    if entry.precision not in ("fp32", "int4", "fp16"):
-        raise ExportError(
-            f"the {role} is in {entry.precision}, which only ONNX Runtime reads; export the pair in fp32"
-            f" (leadout export TARGET --draft DRAFT -o BUNDLE --precision fp32) and build that in {PRECISIONS[-1]}"
-        )
-    if entry.precision == "fp16" and precision != "fp16":
-        raise ExportError(
-            f"the {role} is in fp16 and can be built in fp16 only; for {precision} export the pair in fp32:"
-            " leadout export TARGET --draft DRAFT -o BUNDLE --precision fp32"
-        )
+    require_buildable(model.entry, precision)
 
 
 def check_capabilities(sdk: str, capabilities: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .gqa import Layer, fuse_attention, fuse_skip_norm, layers_of, lengths_of
+from .gqa import Layer, fusable, fuse_attention, fuse_skip_norm, layers_of, lengths_of
 from .rewrite import constant, dims, node, sweep
 
 
@@ -36,7 +36,7 @@ def to_tree_gqa(model: ir.Model) -> int:
     would leave a layer as it is.
     """
     layers = _all_layers(model)
-    if any(dims(layer.attention.inputs[0])[-1] != dims(layer.value.inputs[0])[-1] for layer in layers):
+    if not all(map(fusable, layers)):
         return 0
     if layers:
         masks = _Masks(model)

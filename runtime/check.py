@@ -170,8 +170,12 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
         if bits:
             yield check_turns(pair, prompts)
             yield check_siblings(pair, prompts)
+    beside = graphs(bundle.model("draft"), devices["draft"]) if "draft" in bundle.manifest.models else None
     for variant in graphs(bundle.model("target"), devices["target"]) if bits else []:
         if variant in ONE_ROW:  # there is no batch to compare with
+            continue
+        if beside is not None and variant not in beside:  # a pin is for both models
+            yield Check(f"greedy: batch against alone, {variant}", True, "left out: the draft has no such graph")
             continue
         try:
             with load(bundle.path, **where, variant=variant) as pair:

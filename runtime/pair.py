@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
 from ..bundle import Bundle, Manifest
-from ..engines import Engine, open_engine
-from ..errors import BundleError, UsageError
+from ..engines import PROVIDERS, Engine, open_engine
+from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
-from .settings import DRAFTS, LOSSY, DraftAhead, Settings
+from .prompts import Prompt, Request, check_ids, check_text, is_single
+from .ranges import flag, integer, one_of
+from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
+from .tuned import MOST_THREADS, this_device
 from .tuned import read as read_tuned
-from .tuned import this_device
 from .vocabulary import VOCABULARY, VocabularyMap
 
-SETTINGS = {field.name: field for field in dataclasses.fields(Settings)}
-
-
-class Request:
-    """A prompt (text or token ids) with settings of its own, which win over those of the whole call."""
-
-    def __init__(self, prompt: str | Sequence[int], **settings: Any) -> None:
-        """Raises UsageError for a setting that does not exist."""
-        self.prompt = prompt
-        self.settings = check_names(settings)
-
-
-Prompt = str | Sequence[int] | Request
+__all__ = ["Pair", "Piece", "Prompt", "Request", "Result", "Stream", "load"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +50,8 @@ class Result:
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
     (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
     to the last (greedy, coupled) or drawn from the same law, as its steps of one token or more round (rejection,
-    block): not so in a tree, whose numbers are rounded in another order. ``distance``: how far, on average, the law of
+    block): not so in a tree, whose numbers are rounded in another order, nor where something drafts for a pair that was
+    loaded with ``exact=False``, whose steps round as is fastest. ``distance``: how far, on average, the law of
     a token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
     if nothing was; ``draft`` says who proposed. ``sample`` is its number among the n answers to a prompt: with the same
     seed it is the same answer whatever n is, and number 0 is the one without n.
@@ -161,55 +152,64 @@ class Pair:
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
-    def generate(self, prompt: str | Request, *, n: None = None, **settings: Any) -> Result: ...
+    def generate(self, /, prompt: str | Request, *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
+    def generate(self, /, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
     @overload
     def generate(
-        self, prompt: Sequence[str | Request | Sequence[int]], *, n: None = None, **settings: Any
+        self, /, prompt: Sequence[str | Request | Sequence[int]], *, n: None = None, **settings: Any
     ) -> list[Result]: ...
     @overload
-    def generate(self, prompt: str | Request, *, n: int, **settings: Any) -> list[Result]: ...
+    def generate(self, /, prompt: str | Request, *, n: int, **settings: Any) -> list[Result]: ...
     @overload
-    def generate(self, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
+    def generate(self, /, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
     @overload
     def generate(
-        self, prompt: Sequence[str | Request | Sequence[int]], *, n: int, **settings: Any
+        self, /, prompt: Sequence[str | Request | Sequence[int]], *, n: int, **settings: Any
     ) -> list[list[Result]]: ...
 
     def generate(
-        self, prompt: Any, *, n: int | None = None, **settings: Any
+        self, /, prompt: Any, *, n: int | None = None, **settings: Any
     ) -> Result | list[Result] | list[list[Result]]:
         """Answer one prompt (text, token ids or Request), or a list of them as a batch.
 
         With ``n`` a list of n answers in place of each: independent samples, each with noise of its own, that share the
         prompt's cache and may draft from each other. At temperature 0 they would all be the same, and n > 1 is refused.
 
-        ``settings`` are the fields of ``Settings``, the command line's options. Raises UsageError for an unknown or
-        illegal one, ContextError for a prompt that does not fit. More answers than ``batch_size`` run in groups, one
-        after the other: later ones may draft from what the earlier have finished.
+        Ids may also come in an array of one dimension. ``settings`` are the fields of ``Settings``, the command line's
+        options. Raises UsageError for an unknown or illegal one, for what is no prompt, and for n above 1024;
+        ContextError for a prompt that does not fit. More answers than ``batch_size`` run in groups, one after the
+        other: later ones may draft from what the earlier have finished.
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        found = dict(self._results(self._start(prompts, settings, each)))
+        found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
         if n is None:
             return results[0] if single else results
-        answers = [results[at : at + n] for at in range(0, len(results), n)]
+        answers = [results[at : at + each] for at in range(0, len(results), each)]
         return answers[0] if single else answers
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Stream:
+    def answers(
+        self, /, prompts: Sequence[str | Request | Sequence[int]], *, n: int = 1, **settings: Any
+    ) -> Iterator[tuple[int, Result]]:
+        """The answers to a list of prompts as each is finished, with its index: n to a prompt, one prompt's after the
+        other's. Arguments and errors as for ``generate``, raised before the first is asked for."""
+        return self._results(self._start(prompts, settings, check_n(n)))
+
+    def stream(self, /, prompt: Prompt, **settings: Any) -> Stream:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
+        if not is_single(prompt):
+            raise UsageError(
+                "stream takes one prompt (text, token ids or a Request), not a list: generate takes several"
+            )
         return Stream(self._pieces(self._start([prompt], settings)))
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked."""
         given = {**self._defaults, **check_names(given)}
-        for name in ("stop", "stop_token_ids"):
-            if isinstance(value := given.get(name), (str, list)):
-                given[name] = (value,) if isinstance(value, str) else tuple(value)
-        if isinstance(given.get("branches"), list):
-            given["branches"] = tuple(given["branches"])
+        if isinstance(stop := given.get("stop"), str):
+            given["stop"] = (stop,)
         settings = Settings(**given)
         if settings.draft == "model" and self.draft is None:
             possible = ", ".join(draft for draft in DRAFTS if draft != "model")
@@ -234,8 +234,12 @@ class Pair:
         return self.token_ids(prompt), self.settings(given)
 
     def token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """The ids of a prompt, given as text or as ids."""
-        return self.codec.encode(prompt) if isinstance(prompt, str) else [int(token_id) for token_id in prompt]
+        """The ids of a prompt, given as text or as ids. Raises UsageError for what is neither."""
+        return (
+            self.codec.encode(check_text(prompt))
+            if isinstance(prompt, str)
+            else check_ids(prompt, self.target.spec.vocab_size)
+        )
 
     def _admit(
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
@@ -288,7 +292,8 @@ class Pair:
         self.decoder.forget()
 
     def close(self) -> None:
-        """Release both models. Calling it twice is fine."""
+        """Release both models, and what is remembered. Calling it twice is fine."""
+        self.forget()
         self.target.close()
         if self.draft is not None:
             self.draft.close()
@@ -317,18 +322,26 @@ def load(
     """Open a bundle for generating.
 
     ``provider`` says where the models run (``engines.PROVIDERS``), ``draft_provider`` where the draft does if that
-    is elsewhere. ``threads`` are the target's (all cores by default), ``draft_threads`` the draft's (by default as
-    many: they take turns). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and steps
-    that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
-    own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` is
-    the most prompts that run at once. Costs start from what ``leadout tune`` measured on this device. ``draft_ahead``:
-    while one prompt runs, the draft model works on the next round as the target verifies (True, False, or "auto": while
-    that is seen to pay, and never where both run on the CPU), but for trees. Raises BundleError, EngineError or
-    UsageError.
+    is elsewhere. ``threads`` (1 to 1024) are the target's (all cores by default), ``draft_threads`` the draft's (by
+    default as many: they take turns). ``variant`` pins a graph of the bundle. ``exact`` keeps the target to graphs and
+    steps that round alike whatever the draft's length, so that greedy and coupled answers are bit for bit the target's
+    own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` (at
+    least 1) is the most prompts that run at once. Costs start from what ``leadout tune`` measured on this device.
+    ``draft_ahead``: while one prompt runs, the draft model works on the next round as the target verifies (True, False,
+    or "auto": while that is seen to pay, and never where both run on the CPU), but for trees. Raises BundleError,
+    EngineError or UsageError.
     """
-    if batch_size < 1:
-        raise UsageError(f"batch_size must be at least 1, not {batch_size}")
-    found = Bundle.read(bundle)
+    exact, batch_size = flag("exact", exact), integer("batch_size", batch_size, 1)
+    one_of("provider", provider, PROVIDERS)
+    if draft_provider is not None:
+        one_of("draft_provider", draft_provider, PROVIDERS)
+    if not isinstance(variant, str):
+        raise UsageError(f"variant must be 'auto' or the name of a graph of the bundle, not {shown(variant)}")
+    if threads is not None:
+        threads = integer("threads", threads, 1, MOST_THREADS)
+    if draft_threads is not None:
+        draft_threads = integer("draft_threads", draft_threads, 1, MOST_THREADS)
+    found = Bundle.read(check_path(bundle))
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
     where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
@@ -351,33 +364,26 @@ def load(
     return Pair(found, codec, target, draft, **made, known=known, note=note)
 
 
-def is_single(prompt: Any) -> bool:
-    """Whether ``prompt`` is one prompt (text, Request, or a non-empty sequence of ids) and not a list of them."""
-    if isinstance(prompt, (str, Request)):
-        return True
-    return len(prompt) > 0 and not isinstance(prompt[0], (str, Request, Sequence))
-
-
-def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
-    if "n" in given:
-        raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
-    for name in given:
-        if name not in SETTINGS:
-            near = difflib.get_close_matches(name, SETTINGS, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(SETTINGS)}"
-            raise UsageError(f"unknown setting '{name}' ({hint})")
-    return dict(given)
+def check_path(bundle: object) -> str:
+    """``bundle`` as the text of a path, whatever is there. Raises UsageError for what is none."""
+    try:
+        path = os.fspath(bundle)  # type: ignore[call-overload]
+        if isinstance(path, str) and b"\0" not in os.fsencode(path):
+            return path
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise UsageError(f"bundle must be the path of a directory (str or Path), not {shown(bundle)}")
 
 
 def sampling_defaults(manifest: Manifest) -> dict[str, Any]:
     """The bundle's own sampling defaults. Raises BundleError for one that Leadout does not know."""
     if unknown := sorted(set(manifest.sampling) - set(SETTINGS)):
         raise BundleError(f"leadout.json: sampling: unknown option '{unknown[0]}' (known: {', '.join(SETTINGS)})")
-    return {
-        name: int(value) if isinstance(SETTINGS[name].default, int) else value
+    found: dict[str, Any] = {
+        name: int(value) if type(SETTINGS[name].default) is int and value.is_integer() else value
         for name, value in manifest.sampling.items()
     }
+    return found
 
 
 def check_vocabulary(bundle: Bundle, codec: Codec) -> VocabularyMap | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from operator import mul
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
+from .ranges import flag, integer, items, number, one_of, share
 
 DraftKind = Literal["auto", "model", "suffix", "siblings", "recycling", "ngram", "none"]
 DraftAhead = bool | Literal["auto"]
@@ -24,23 +26,28 @@ MAX_GUESS_LENGTH = 63  # that of free drafters where the length is auto: with th
 MAX_NODES = 64
 TREE_RULES = ("auto", "greedy", "coupled", "rejection")
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_new_tokens": (1, math.inf),
-    "min_new_tokens": (0, math.inf),
-    "temperature": (0, math.inf),
-    "top_k": (0, math.inf),
-    "min_p": (0, 1),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
+_MAX_SEED, _MAX_TOKEN_ID = 2**63 - 1, 2**31 - 1
+_INTEGERS = {"max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0}  # the least of each
+_NUMBERS = {
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
 }
-_INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k")
+# Further out, what is made of logits in float32 overflows or comes to 0, and a law to NaN.
+_COLDEST, _HOTTEST, _MAX_BIAS = 1e-6, 1e6, 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one request is sampled and drafted. Out-of-range values raise UsageError naming field and range.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 are off. ``draft`` says who proposes: the draft model; text
+    ``temperature`` is 0, which is greedy, or from 1e-6 to 1e6; ``top_k`` 0 and ``top_p`` 1 are off. ``top_p`` is in
+    (0, 1], ``min_p`` in [0, 1], ``repetition_penalty`` from 1e-6 to 1e6, ``presence_penalty`` and ``frequency_penalty``
+    from -1e6 to 1e6, a ``logit_bias`` from -1e12 to 1e12, or -inf. ``max_new_tokens`` is a limit even where
+    ``min_new_tokens`` is above it. Numbers may be numpy's, lists and arrays stand for tuples; what is kept is Python's.
+
+    ``draft`` says who proposes (``model`` by default here, ``auto`` where a ``Pair`` is asked): the draft model; text
     that repeats (``ngram``: in the answer and its prompt; ``suffix``: in earlier requests too; ``siblings``: in other
     answers of the call to the same prompt); ``recycling``, what the target found likeliest after each token; nobody
     (``none``); or, with ``auto``, the most promising of model, suffix and siblings, each round (of recycling, too,
@@ -79,20 +86,23 @@ class Settings:
     leniency: float | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            _check_number(name, getattr(self, name), low, high, integer=name in _INTEGERS)
-        for name, high in (("top_p", 1.0), ("repetition_penalty", math.inf)):
-            _check_number(name, getattr(self, name), 0, high)
-            if getattr(self, name) == 0:
-                raise UsageError(f"{name} must be above 0, not 0")
+        one_of("draft", self.draft, DRAFTS)
+        one_of("rule", self.rule, RULES)
+        for name, least in _INTEGERS.items():
+            self._keep(name, integer(name, getattr(self, name), least))
+        self._keep("temperature", number("temperature", self.temperature, _COLDEST, _HOTTEST, also=0.0))
+        for name, (low, high) in _NUMBERS.items():
+            self._keep(name, number(name, getattr(self, name), low, high))
+        self._keep("top_p", share("top_p", self.top_p))
+        self._keep("ignore_eos", flag("ignore_eos", self.ignore_eos))
         if self.seed is not None:
-            _check_number("seed", self.seed, 0, 2**63 - 1, integer=True)
-        if self.draft_length != "auto":
-            _check_number("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, integer=True, also="'auto'")
-        self._check_names()
-        self._check_tokens()
-        if self.branches:
-            self._check_branches()
+            self._keep("seed", integer("seed", self.seed, 0, _MAX_SEED))
+        if not isinstance(self.draft_length, str) or self.draft_length != "auto":
+            length = integer("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, also="'auto'")
+            self._keep("draft_length", length)
+        self._check_stops()
+        self._check_bias()
+        self._check_branches()
         for name in ("typical_epsilon", "typical_delta", "leniency"):
             self._check_lossy(name)
         if self.rule == "greedy" and self.temperature > 0:
@@ -110,24 +120,28 @@ class Settings:
             return "coupled"
         return "rejection" if self.branches else "block"
 
+    def _keep(self, name: str, value: object) -> None:
+        """Put what was checked in place of what was given."""
+        object.__setattr__(self, name, value)
+
     def _check_lossy(self, name: str) -> None:
         if (value := getattr(self, name)) is None:
             return
         if self.rule != (rule := "lenient" if name == "leniency" else "typical"):
             raise UsageError(f"{name} belongs to rule '{rule}', not to '{self.rule}'")
-        _check_number(name, value, 0, 1)
-        if value == 0:
-            raise UsageError(f"{name} must be above 0, not 0")
+        self._keep(name, share(name, value))
 
     def _check_branches(self) -> None:
-        if not isinstance(self.branches, tuple) or len(self.branches) > MAX_DRAFT_LENGTH:
-            raise UsageError(f"branches must be a tuple of at most {MAX_DRAFT_LENGTH} integers, not {self.branches!r}")
-        for width in self.branches:
-            _check_number("each of branches", width, 1, MAX_NODES, integer=True)
-        if (nodes := sum(accumulate(self.branches, mul))) > MAX_NODES:
-            raise UsageError(
-                f"branches {','.join(map(str, self.branches))}: {nodes} nodes, a tree has 1 to {MAX_NODES}"
-            )
+        what = f"at most {MAX_DRAFT_LENGTH} integers"
+        widths = items("branches", self.branches, what)
+        if len(widths) > MAX_DRAFT_LENGTH:
+            raise UsageError(f"branches must be a list or tuple of {what}, not of {len(widths)}")
+        widths = tuple(integer("each of branches", width, 1, MAX_NODES) for width in widths)
+        self._keep("branches", widths)
+        if not widths:
+            return
+        if (nodes := sum(accumulate(widths, mul))) > MAX_NODES:
+            raise UsageError(f"branches {','.join(map(str, widths))}: {nodes} nodes, a tree has 1 to {MAX_NODES}")
         if self.draft != "model":
             raise UsageError(f"draft '{self.draft}' proposes no trees (with branches: draft model)")
         if self.draft_length != "auto":
@@ -135,28 +149,37 @@ class Settings:
         if self.rule not in TREE_RULES:
             raise UsageError(f"rule '{self.rule}' verifies no trees (with branches: {', '.join(TREE_RULES)})")
 
-    def _check_names(self) -> None:
-        if self.draft not in DRAFTS:
-            raise UsageError(f"draft '{self.draft}' is unknown (one of: {', '.join(DRAFTS)})")
-        if self.rule not in RULES:
-            raise UsageError(f"rule '{self.rule}' is unknown (one of: {', '.join(RULES)})")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise UsageError("stop must be a tuple of non-empty strings")
+    def _check_stops(self) -> None:
+        texts = items("stop", self.stop, "non-empty strings")
+        for text in texts:
+            if not isinstance(text, str) or not text:
+                raise UsageError(f"stop must be non-empty strings, not {shown(text)}")
+        self._keep("stop", texts)
+        ids = items("stop_token_ids", self.stop_token_ids, "token ids")
+        ids = tuple(integer("a token id in stop_token_ids", token_id, 0, _MAX_TOKEN_ID) for token_id in ids)
+        self._keep("stop_token_ids", ids)
 
-    def _check_tokens(self) -> None:
-        for token in (*self.stop_token_ids, *self.logit_bias):
-            _check_number("a token id in stop_token_ids or logit_bias", token, 0, math.inf, integer=True)
-        for token, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                raise UsageError(f"logit_bias of token {token} must be finite or -inf, not {bias}")
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise UsageError(f"logit_bias must be a mapping of token ids to numbers, not {shown(self.logit_bias)}")
+        biases = {}
+        for key, value in self.logit_bias.items():
+            token_id = integer("a token id in logit_bias", key, 0, _MAX_TOKEN_ID)
+            bias = number(f"logit_bias of token {token_id}", value, -_MAX_BIAS, _MAX_BIAS, also=-math.inf)
+            biases[token_id] = bias
+        self._keep("logit_bias", biases)
 
 
-def _check_number(
-    name: str, value: object, low: float, high: float, *, integer: bool = False, also: str | None = None
-) -> None:
-    kind = "an integer" if integer else "a finite number"
-    legal = f"{kind} of at least {low:g}" if high == math.inf else f"{kind} from {low:g} to {high:g}"
-    legal = kind if low == -math.inf else legal
-    right = isinstance(value, int) if integer else isinstance(value, int | float)
-    if isinstance(value, bool) or not right or not (math.isfinite(value) and low <= value <= high):  # type: ignore[arg-type, operator]
-        raise UsageError(f"{name} must be {legal}{f' or {also}' if also else ''}, not {value!r}")
+SETTINGS = {each.name: each for each in fields(Settings)}
+
+
+def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
+    if "n" in given:
+        raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
+    for name in given:
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(SETTINGS)}"
+            raise UsageError(f"unknown setting {shown(name)} ({hint})")
+    return dict(given)

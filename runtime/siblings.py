@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from ..errors import UsageError
 from .family import Family
 from .free import Step
+from .ranges import integer
 from .settings import Settings
 
+MAX_ANSWERS = 1024  # to one prompt of a call: all wait in memory from the first to the last
 _HOPS = 32  # ends of the text that are looked for in the others, longest first; an answer that repeats itself has many
 _AGREEMENTS = 4  # one text went that way, several did; or some parted: most went that way, half or fewer
 _LENGTHS = 6  # matches of 1, 2-3, 4-7, 8-15, 16-31 and more tokens
@@ -58,10 +60,8 @@ def samples(prompts: Sequence[Sequence[int]], n: int = 1) -> list[Sample]:
 
 
 def check_n(n: object) -> int:
-    """``n`` as given to a call. Raises UsageError unless it is an integer of at least 1."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UsageError(f"n must be an integer of at least 1, not {n!r}")
-    return n
+    """``n`` as given to a call. Raises UsageError unless it is an integer from 1 to 1024."""
+    return integer("n", n, 1, MAX_ANSWERS)
 
 
 def check_sample(settings: Settings, sample: Sample, n: int) -> None:

@@ -21,6 +21,7 @@ from .sequence import Row
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .stats import Stats
 from .tempo import Tempo
+from .vocabulary import VocabularyMap
 
 _EACH = 5  # rounds of each draft length, at least
 _CONTEXT_TOKENS = 64  # new tokens on each longer context
@@ -30,8 +31,16 @@ class Sweep(Decoder):
     """Drafts a different length each round, every one equally often and in no order, the same for all rows: so that
     each step is measured as it is in life, after others and with cold caches, and all of them in the same minutes."""
 
-    def __init__(self, target: Engine, draft: Engine, *, exact: bool, tempo: Tempo | None = None) -> None:
-        super().__init__(target, draft, exact=exact, costs=Costs(tempo=tempo))
+    def __init__(
+        self,
+        target: Engine,
+        draft: Engine,
+        *,
+        exact: bool,
+        tempo: Tempo | None = None,
+        vocabulary: VocabularyMap | None = None,
+    ) -> None:
+        super().__init__(target, draft, exact=exact, costs=Costs(tempo=tempo), vocabulary=vocabulary)
         self._fixed = FixedLength(0)
         self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
         self.rounds = 0
@@ -94,7 +103,8 @@ class Tuner:
         self._sweep = self._sweep_of(pair.draft)
 
     def _sweep_of(self, draft: Engine) -> Sweep:
-        return Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo)
+        own = self.pair.vocabulary if draft is self.pair.draft else None  # others have the target's ids
+        return Sweep(self.pair.target, draft, exact=self.pair.exact, tempo=self._tempo, vocabulary=own)
 
     def measure(self, prompts: Group, rows: int, draft: Engine | None = None) -> Promise:
         """Measure with ``rows`` rows a step on ``prompts``; ``draft`` instead of the bundle's own."""

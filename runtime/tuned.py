@@ -10,15 +10,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ..bundle import MANIFEST, Bundle, parse
-from ..errors import BundleError, UsageError
+from ..bundle import MANIFEST, Bundle, parse, read_json
+from ..errors import BundleError, UsageError, shown
 from .costs import PARTS, Cost
 from .settings import MAX_GUESS_LENGTH
 
@@ -26,6 +25,7 @@ FORMAT = 2
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
+MOST_THREADS = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,12 +75,14 @@ def this_device(
     exact: bool,
 ) -> Device:
     """The machine this runs on, as it is used: what is None is filled in as ``load`` says. Raises UsageError for fewer
-    threads than one."""
+    threads than one, or more than MOST_THREADS."""
     threads = cores() if threads is None else threads
     draft_threads = threads if draft_threads is None else draft_threads
     for name, count in (("threads", threads), ("draft_threads", draft_threads)):
         if count < 1:
             raise UsageError(f"{name} must be at least 1, not {count}")
+        if count > MOST_THREADS:
+            raise UsageError(f"{name} must be at most {MOST_THREADS}, not {count}")
     return Device(
         processor=processor(),
         cores=os.cpu_count() or 1,
@@ -136,13 +138,13 @@ def _read(path: Path) -> Tuned:
     try:
         if path.is_symlink():
             raise BundleError(f"{path} is a link; only plain files are read")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path, "a table of costs")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise BundleError(f"{path}: not of format {FORMAT}")
         tuned: Tuned = parse(Tuned, raw, str(path))
         for cost in (cost for tuning in tuned.tunings for cost in tuning.costs):
             _check(cost, path)
-    except (ValueError, OSError, BundleError) as error:
+    except BundleError as error:
         raise BundleError(f"{error} (delete {path.name}, it is only measurements, and run: leadout tune)") from None
     return tuned
 
@@ -157,8 +159,8 @@ def _check(cost: Cost, path: Path) -> None:
     if cost.part not in PARTS:
         raise BundleError(f"{path}: part '{cost.part}' is unknown (one of: {', '.join(PARTS)})")
     for name, (low, high) in ranges.items():
-        if not (math.isfinite(value := getattr(cost, name)) and low <= value <= high):
-            raise BundleError(f"{path}: {name} must be from {low:g} to {high:g}, not {value:g}")
+        if not low <= (value := getattr(cost, name)) <= high:
+            raise BundleError(f"{path}: {name} must be from {low:g} to {high:g}, not {shown(value)}")
 
 
 def _manifest(bundle: Bundle) -> str:

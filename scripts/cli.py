@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -38,11 +42,22 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        open_streams()
         try:
             return super().invoke(ctx)
         except LeadoutError as error:
             click.echo("leadout: " + " ".join(str(error).split()), err=True)
             ctx.exit(error.exit_code)
+
+
+def open_streams() -> None:
+    """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # for good
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 @click.group(

@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts, taken
+from .options import (
+    AHEAD,
+    BUNDLE,
+    ENGINE,
+    PROMPT_LINES,
+    SETTINGS,
+    Line,
+    given,
+    options,
+    prompt_ids,
+    read_prompts,
+    taken,
+)
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair
@@ -27,13 +39,19 @@ BUILT_IN = (
     "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_empty(self):\n",
 )
 
+# As everywhere, but that a bundle's own temperature does not count.
+GREEDY = tuple(
+    (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
+    for flag, given in SETTINGS
+)
+
 
 @click.command("bench")
-@click.argument("bundle", type=click.Path())
-@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ...} a line.')
+@click.argument("bundle", type=BUNDLE)
+@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=PROMPT_LINES)
 @click.option("--limit", type=int, metavar="N", help="Only the first N prompts.")
 @click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
-@options(SETTINGS)
+@options(GREEDY)
 @options(ENGINE)
 @options(AHEAD)
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
@@ -54,18 +72,27 @@ def command(
 
     if batch_size < 1 or (limit is not None and limit < 1):
         raise UsageError("--batch-size and --limit must be at least 1")
-    path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
-    rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
+    lines, source = chosen(prompts, "bench")
     where = taken(settings, ENGINE, AHEAD)
     with load(bundle, **where) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
         wanted = {"temperature": 0.0} | given(settings)
-        ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
+        ids = prompt_ids(pair, lines[:limit])
         with bare_target(pair, where["provider"], where["threads"], where["variant"]) as plain:
             report = Bench(pair, wanted, batch_size, plain).run(ids, progress)
-    report["source"] = path or "built-in prompts"
+    report["source"] = source
     click.echo(json.dumps(report) if as_json else table(report))
+
+
+def chosen(path: str | None, command: str) -> tuple[list[Line], str]:
+    """The prompts of the file at ``path``, if it is given, and what they are called. Raises UsageError for a line with
+    more than a prompt."""
+    if path is None and CHECKOUT.is_file():
+        path = str(CHECKOUT)
+    if path is None:
+        return [Line(prompt, {}, "") for prompt in BUILT_IN], "built-in prompts"
+    return read_prompts(path, command), path
 
 
 def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:

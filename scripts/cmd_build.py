@@ -6,10 +6,11 @@ import click
 
 from ..errors import ExportError
 from .cmd_export import tell
+from .options import BUNDLE
 
 
 @click.command("build")
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=BUNDLE)
 @click.option("--sdk", type=click.Choice(("tensorrt", "tensorrt-rtx")), required=True, help="Which TensorRT.")
 @click.option(
     "--precision",

@@ -19,7 +19,12 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 @click.option("--from-onnx", "onnx_target", type=click.Path(), metavar="DIR", help="An exported target instead.")
 @click.option("--draft-from-onnx", "onnx_draft", type=click.Path(), metavar="DIR", help="An exported draft instead.")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), metavar="BUNDLE", help="Where to write."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE",
+    help="Where to write. A bundle there is replaced, with its engines and tuned.json.",
 )
 @click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
 @click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: int4; with fp16, fp16]")

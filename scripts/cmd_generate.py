@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
-from .options import AHEAD, ENGINE, SETTINGS, given, options, read_prompts, taken
+from ..errors import ContextError, UsageError
+from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Request, Result, Stream
@@ -34,10 +35,13 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 @click.command("generate")
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=BUNDLE)
 @click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="What to continue. Repeatable: a batch.")
 @click.option(
-    "--batch-file", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ..., any settings} a line: a batch.'
+    "--batch-file",
+    type=click.Path(),
+    metavar="FILE.jsonl",
+    help="One {\"prompt\": ..., any settings} a line: a batch. Labels 'kind' and 'file' are passed over.",
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
 @click.option(
@@ -62,19 +66,51 @@ def command(
     """
     from ..runtime.pair import Request, load
 
-    requests = [Request(prompt) for prompt in prompts]
-    if batch_file is not None:
-        requests += [Request(**row) for row in read_prompts(batch_file)]
-    if not requests:
+    lines = [Line(prompt, {}, "") for prompt in prompts] + ([] if batch_file is None else read_prompts(batch_file))
+    if not lines:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
     where = taken(settings, ENGINE, AHEAD)
+    wanted = given(settings)
     with load(bundle, **where, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
-        if as_json or len(requests) > 1 or n is not None:
-            write_batch(pair, requests, given(settings), as_json, n)
+        if as_json or len(lines) > 1 or n is not None:
+            write_batch(pair, lines, wanted, as_json, n)
         else:
-            write_stream(pair.stream(requests[0], **given(settings)))
+            with blaming(pair, lines, wanted):
+                stream = pair.stream(Request(lines[0].prompt, **lines[0].settings), **wanted)
+            write_stream(stream)
+
+
+@contextlib.contextmanager
+def blaming(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: int = 1) -> Iterator[None]:
+    """What is refused inside is said to be the line whose fault it is; the options' own faults are not."""
+    from ..runtime.pair import Request
+
+    try:
+        yield
+    except (UsageError, ContextError) as error:
+        for line in lines:
+            bare = Request(line.prompt)
+            faults = {
+                "line": refusal(pair, Request(line.prompt, **line.settings), settings, n),
+                "prompt": refusal(pair, bare, {"draft": "none"}, 1),
+                "options": refusal(pair, bare, settings, n),
+            }
+            told = {name for name, fault in faults.items() if fault == str(error)}
+            if "prompt" in told or told == {"line"}:
+                with named(line.where):
+                    raise
+        raise
+
+
+def refusal(pair: Pair, request: Request, settings: dict[str, Any], n: int) -> str:
+    """What is said against a request; nothing if it is taken. It is not run."""
+    try:
+        pair.answers([request], n=n, **settings)
+    except (UsageError, ContextError) as error:
+        return str(error)
+    return ""
 
 
 def write_stream(stream: Stream) -> None:
@@ -94,14 +130,31 @@ def write_stream(stream: Stream) -> None:
 
 
 def write_batch(
-    pair: Pair, requests: list[Request], settings: dict[str, Any], as_json: bool, n: int | None = None
+    pair: Pair, lines: Sequence[Line], settings: dict[str, Any], as_json: bool, n: int | None = None
 ) -> None:
-    """Answer all requests (each ``n`` times), in order: a JSON object a line, or the texts one after the other."""
-    answers = pair.generate(requests, n=1 if n is None else n, **settings)
-    for result in itertools.chain.from_iterable(answers):
+    """Answer all lines (each ``n`` times), in order and as they are finished: a JSON object a line, or the texts one
+    after the other."""
+    from ..runtime.pair import Request
+    from ..runtime.siblings import check_n
+
+    each = 1 if n is None else check_n(n)
+    with blaming(pair, lines, settings, each):
+        found = pair.answers([Request(line.prompt, **line.settings) for line in lines], n=each, **settings)
+    for result in in_order(found):
         click.echo(json.dumps(to_json(result)) if as_json else result.text)
         if not as_json:
             summarise(result)
+
+
+def in_order(found: Iterable[tuple[int, Result]]) -> Iterator[Result]:
+    """Results, each with its index, as soon as they and all before them are there."""
+    waiting: dict[int, Result] = {}
+    place = 0
+    for index, result in found:
+        waiting[index] = result
+        while place in waiting:
+            yield waiting.pop(place)
+            place += 1
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -135,4 +188,5 @@ def shares(result: Result) -> str:
     if result.draft != "auto":
         return ""
     counts = sorted(((counts["accepted"], name) for name, counts in result.stats.by_drafter.items()), reverse=True)
-    return f" ({', '.join(f'{name} {accepted}' for accepted, name in counts if accepted)})"
+    listed = ", ".join(f"{name} {accepted}" for accepted, name in counts if accepted)
+    return f" ({listed})" if listed else ""

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .options import BUNDLE
+
 if TYPE_CHECKING:
     from ..bundle import Bundle, ModelEntry
 
 
 @click.command("inspect")
-@click.argument("bundle", type=click.Path())
+@click.argument("bundle", type=BUNDLE)
 @click.option("--json", "as_json", is_flag=True, help="The manifest itself, as JSON.")
 def command(bundle: str, as_json: bool) -> None:
     """Show the models, graph variants, sizes and parity figures of BUNDLE, after checking all of its files."""

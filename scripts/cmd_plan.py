@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from .options import BUNDLE
+
 if TYPE_CHECKING:
-    from ..bundle import ModelEntry
     from ..engines.plan import Load, Memory
 
 MEGABYTE = 1e6
 
 
 @click.command("plan")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=BUNDLE)
 @click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Rows at once.")
 @click.option(
     "--draft-length",
@@ -45,7 +44,7 @@ MEGABYTE = 1e6
 @click.option("--capacity", type=int, metavar="M", help="An engine's slots a row. [default: the context and a draft]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, in bytes.")
 def command(
-    bundle: Path,
+    bundle: str,
     batch: int,
     draft_length: int,
     context: int | None,
@@ -59,7 +58,7 @@ def command(
     Reads leadout.json and nothing else. The runtime's own memory comes on top.
     """
     from ..bundle import read_manifest
-    from ..engines.plan import Load, describe, plan
+    from ..engines.plan import Load, describe, fitting, plan
 
     models = read_manifest(bundle).models
     load = Load(
@@ -72,14 +71,9 @@ def command(
     )
     memories = {role: plan(model, load if role == "target" else fitting(load, model)) for role, model in models.items()}
     if as_json:
-        click.echo(json.dumps(describe(memories, load)))
+        click.echo(json.dumps(describe(memories, load, models)))
     else:
         show(memories, load)
-
-
-def fitting(load: Load, model: ModelEntry) -> Load:
-    """A draft of less context than is planned for serves as far as it goes."""
-    return dataclasses.replace(load, context=min(load.context, model.max_context))
 
 
 def show(memories: dict[str, Memory], load: Load) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
-from .cmd_bench import BUILT_IN, CHECKOUT, bare_target, progress
-from .options import ENGINE, options, read_prompts
+from .cmd_bench import bare_target, chosen, progress
+from .options import BUNDLE, ENGINE, PROMPT_LINES, options, prompt_ids
 
 if TYPE_CHECKING:
     from ..engines import Engine
@@ -31,13 +30,19 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
 
 
 @click.command("tune")
-@click.argument("bundle", type=click.Path())
-@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help='One {"prompt": ...} a line: your own.')
+@click.argument("bundle", type=BUNDLE)
+@click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=f"Your own. {PROMPT_LINES}")
 @click.option("--limit", default=12, show_default=True, metavar="N", help="Only the first N prompts.")
 @click.option(
     "--batch-sizes", default="1,4", show_default=True, callback=sizes, metavar="N,N", help="Prompts at once, in turn."
 )
-@click.option("--draft", "drafts", multiple=True, metavar="BUNDLE", help="A bundle with another draft. Repeatable.")
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    metavar="BUNDLE",
+    help="A bundle with another draft to compare, with all of the target's tokens (not a trimmed one). Repeatable.",
+)
 @click.option("--max-new-tokens", default=128, show_default=True, metavar="N", help="Tokens to write for each prompt.")
 @click.option("--temperature", default=0.0, show_default=True, metavar="T", help="0 is greedy.")
 @click.option("--context", default=1024, show_default=True, metavar="N", help="Measure contexts of up to N tokens.")
@@ -69,20 +74,19 @@ def command(
 
     if limit < 1 or context < 1:
         raise UsageError("--limit and --context must be at least 1")
-    path = prompts or (str(CHECKOUT) if CHECKOUT.is_file() else None)
-    rows = read_prompts(path) if path else [{"prompt": prompt} for prompt in BUILT_IN]
+    lines, source = chosen(prompts, "tune")
     device = tuned.this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
         candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
-        ids = [pair.token_ids(row["prompt"]) for row in rows[:limit]]
+        ids = prompt_ids(pair, lines[:limit])
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
         options = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         if save and {device.provider, device.draft_provider} == {"cpu"}:
             report["saved"] = str(tuned.write(pair.bundle, device, costs))
-    report["source"] = path or "built-in prompts"
-    click.echo(json.dumps(report) if as_json else "\n".join(lines(report)))
+    report["source"] = source
+    click.echo(json.dumps(report) if as_json else "\n".join(table(report)))
 
 
 @contextlib.contextmanager
@@ -90,11 +94,14 @@ def candidate(name: str, pair: Pair, device: Device) -> Any:
     """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
     from ..bundle import Bundle
     from ..engines import open_engine
+    from ..runtime.vocabulary import VOCABULARY
 
-    model = Bundle.read(Path(name)).model("draft")
-    if model.entry.vocab_size != pair.target.spec.vocab_size:
-        have, want = model.entry.vocab_size, pair.target.spec.vocab_size
-        raise UsageError(f"--draft '{name}': its vocabulary has {have} ids, the target's {want}")
+    model = Bundle.read(name).model("draft")
+    have, want = model.entry.vocab_size, pair.target.spec.vocab_size
+    if have != want or VOCABULARY in model.entry.files:
+        found = f"{have} tokens, the target {want}" if have != want else "ids of its own"
+        other = "a draft that is trimmed, or of another tokenizer, cannot be compared here"
+        raise UsageError(f"--draft '{name}': its draft has {found}; {other}")
     where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
     engine: Engine = open_engine(model, **where, variant=device.variant)
     try:
@@ -103,8 +110,8 @@ def candidate(name: str, pair: Pair, device: Device) -> Any:
         engine.close()
 
 
-def lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
+def table(report: dict[str, Any]) -> list[str]:
+    """The report for people, line by line."""
     found = report["batch_sizes"]
     text = [f"speedup over plain decode to expect, {report['prompts']} prompts from {report['source']}", ""]
     text.append(f"{'drafts':>8}" + "".join(f"{f'{rows} at once':>14}" for rows in found))

@@ -236,7 +236,7 @@ def prompts(pair: Any, count: int) -> list[list[int]]:
     from .cmd_bench import BUILT_IN
     from .options import read_prompts
 
-    texts = [row["prompt"] for row in read_prompts(str(PROMPTS))] if PROMPTS.is_file() else list(BUILT_IN)
+    texts = [line.prompt for line in read_prompts(str(PROMPTS))] if PROMPTS.is_file() else list(BUILT_IN)
     room = pair.target.spec.max_context // 2
     return [pair.token_ids(text)[:room] for text in texts[:count]]
 

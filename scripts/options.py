@@ -1,18 +1,35 @@
-"""The options that several commands share, and how they become ``Settings``: flags are field names with dashes."""
+"""The options that several commands share, how they become ``Settings`` (flags are field names with dashes), and the
+files of prompts that they name."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from ..engines import PROVIDERS
-from ..errors import UsageError
+from ..errors import BundleError, LeadoutError, UsageError, shown
+
+if TYPE_CHECKING:
+    from ..runtime.pair import Pair
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class BundlePath(click.Path):
+    """Where a bundle is. An empty name, a variable that was not set for instance, is not the current directory's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            raise BundleError("no bundle at '': the name is empty")
+        return super().convert(value, param, ctx)
+
+
+BUNDLE = BundlePath()
 
 
 def draft_length(value: str) -> int | str:
@@ -158,41 +175,114 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
     """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}
     if "logit_bias" in found:
-        found["logit_bias"] = dict(found["logit_bias"])
+        found["logit_bias"] = by_token(found["logit_bias"])
     if "stop_token_id" in found:
         found["stop_token_ids"] = found.pop("stop_token_id")
+    return found
+
+
+def by_token(biases: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """What to add to each token's logit. Raises UsageError for a token that is named twice."""
+    found: dict[int, float] = {}
+    for token_id, amount in biases:
+        if token_id in found:
+            raise UsageError(f"logit_bias of token {token_id} is given twice")
+        found[token_id] = amount
     return found
 
 
 def read_text(path: str) -> str:
     """A text file the user named. Raises UsageError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from None
 
 
 LABELS = ("kind", "file")
+PROMPT_LINES = "One {\"prompt\": ...} a line; the labels 'kind' and 'file' are passed over."
 
 
-def read_prompts(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, each with a ``prompt`` (text or token ids) and perhaps settings.
+class Line(NamedTuple):
+    """A prompt (text or token ids) with settings of its own, and where it stands: ``FILE, line 3``; empty for one that
+    is an option."""
+
+    prompt: Any
+    settings: dict[str, Any]
+    where: str
+
+
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """What is refused inside is said to be ``where``."""
+    try:
+        yield
+    except LeadoutError as error:
+        raise type(error)(f"{where}: {error}" if where else str(error)) from None
+
+
+def read_prompts(path: str, command: str | None = None) -> list[Line]:
+    """The prompts of a JSON-lines file, with the settings of each; those are refused where ``command`` has them as
+    options alone.
 
     ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
     """
+    from ..runtime.settings import check_names
+
     found = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)):
-            raise UsageError(f'{path}, line {number}: expected an object like {{"prompt": "text"}}')
-        if isinstance(biases := row.get("logit_bias"), dict):
-            row["logit_bias"] = dict(bias(f"{token_id}={amount}") for token_id, amount in biases.items())
-        found.append({name: value for name, value in row.items() if name not in LABELS})
+    for number, text in enumerate(read_text(path).split("\n"), start=1):  # other line ends may stand in a string
+        if text.strip():
+            where = f"{path}, line {number}"
+            with named(where):
+                row = read_row(text)
+                prompt = row.pop("prompt")
+                check_names(row) if command is None else check_bare(row, command)
+            found.append(Line(prompt, row, where))
     if not found:
         raise UsageError(f"{path}: no prompts in it")
+    return found
+
+
+def read_row(text: str) -> dict[str, Any]:
+    """A line's ``prompt`` and settings, by name. Raises UsageError for what is no such object."""
+    try:
+        row = json.loads(text)
+    except RecursionError:
+        raise UsageError("not JSON: its brackets are nested too deep") from None
+    except ValueError as error:
+        raise UsageError(f"not JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(prompt := row.get("prompt"), (str, list)):
+        raise UsageError('expected an object like {"prompt": "text"}')
+    if isinstance(prompt, list) and not all(type(token_id) is int for token_id in prompt):
+        raise UsageError(f"a prompt must be text or a list of token ids, not {shown(prompt)}")
+    if isinstance(biases := row.get("logit_bias"), dict):
+        row["logit_bias"] = by_token(map(token_bias, biases, biases.values()))
+    return {name: value for name, value in row.items() if name not in LABELS}
+
+
+def token_bias(token_id: str, amount: Any) -> tuple[int, Any]:
+    """A bias as JSON has it: ids are strings there, and there is no -inf but as one. Raises UsageError."""
+    try:
+        return int(token_id), float(amount) if isinstance(amount, str) else amount
+    except ValueError:
+        raise UsageError('logit_bias must be token ids and numbers, for instance {"42": -5}') from None
+
+
+def check_bare(row: dict[str, Any], command: str) -> None:
+    """Raise UsageError for what stands beside a prompt."""
+    from ..runtime.settings import SETTINGS
+
+    for name in row:
+        if name in SETTINGS:
+            raise UsageError(f"'{name}' is a setting; {command} takes settings as options")
+        raise UsageError(f"unknown key '{name}' (known: prompt, {', '.join(LABELS)})")
+
+
+def prompt_ids(pair: Pair, lines: Iterable[Line]) -> list[list[int]]:
+    """The token ids of prompts. Raises UsageError or ContextError naming the line of one that ``pair`` cannot take."""
+    found = []
+    for line in lines:
+        with named(line.where):
+            pair.stream(line.prompt, draft="none")  # checks the prompt; nothing runs until pieces are taken
+            found.append(pair.token_ids(line.prompt))
     return found

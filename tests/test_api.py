@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import leadout
 from leadout.bundle import Bundle, Manifest, ModelEntry
 from leadout.engines.toy import ToyEngine
 from leadout.errors import BundleError, ContextError, UsageError
-from leadout.runtime.pair import Pair, Piece, Request, Result, check_vocabulary, is_single, sampling_defaults
+from leadout.runtime.pair import Pair, Piece, Request, Result, check_vocabulary, sampling_defaults
+from leadout.runtime.prompts import is_single
 from leadout.runtime.text import Codec
 
 VOCAB, CONTEXT, END = 512, 96, 0
@@ -180,11 +182,14 @@ def test_all_prompts_are_checked_before_any_runs(tokenizer_file: Path) -> None:
     [
         ({"max_new_token": 3}, "did you mean 'max_new_tokens'"),
         ({"zzz": 3}, "unknown setting 'zzz' .known: max_new_tokens"),
-        ({"temperature": -1.0}, "temperature must be .* at least 0, not -1"),
+        ({"temperature": -1.0}, "temperature must be 0 or a number from 1e-06 to 1000000, not -1.0"),
         ({"top_p": 0.0}, "top_p"),
         ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0"),
         ({"draft_length": 99}, "draft_length"),
         ({"draft": "oracle"}, "draft 'oracle' is unknown"),
+        ({"self": 1}, "unknown setting 'self'"),
+        ({"a\nb": 1}, r"unknown setting 'a\\nb'"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a list or tuple of token ids, not 'ab'"),
     ],
 )
 def test_illegal_settings_are_refused_before_anything_runs(pair: Pair, settings: dict[str, Any], message: str) -> None:
@@ -196,10 +201,90 @@ def test_illegal_settings_are_refused_before_anything_runs(pair: Pair, settings:
     assert pair.target.calls == []  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("prompt", ["", [VOCAB], [-1], [[5], []]])
-def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any) -> None:
-    with pytest.raises(UsageError, match="prompt"):
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "a prompt must have at least one token, not 0"),
+        ([[5], []], "a prompt must have at least one token, not 0"),
+        (np.array([], int), "a prompt must have at least one token, not 0"),
+        ([VOCAB], f"a token id in a prompt must be an integer from 0 to {VOCAB - 1}, not {VOCAB}"),
+        ([-1], "a token id in a prompt .*, not -1"),
+        ([10**5000], "a token id in a prompt .*, not int"),
+        ([None], "a token id in a prompt .*, not None"),
+        ([1, "a"], "a token id in a prompt .*, not 'a'"),
+        ([[[1]]], r"a token id in a prompt .*, not \[1\]"),
+        ([1.7], "a token id in a prompt .*, not 1.7"),
+        ([True, False], "a token id in a prompt .*, not True"),
+        (np.array([1.5, 2.0]), "a token id in a prompt .*, not 1.5"),
+        (np.array([[1, 2], [3, 4]]), "a prompt of token ids must be an array of 1 dimension, not 2"),
+        ("a\ud800", r"a prompt must be text of whole characters, not with a lone surrogate \(U\+D800 at 1\)"),
+        (None, "a prompt must be text, token ids or a Request, or a list of these, not None"),
+        (5, "a prompt must be text, token ids or a Request, or a list of these, not 5"),
+        (b"abc", "a prompt must be text, .*, not b'abc'"),
+        (memoryview(b"abc"), "a prompt must be text, .*, not <memory"),
+        ({1: 2}, "a prompt must be text, .*, not {1: 2}"),
+        ((token_id for token_id in (1, 2)), "a prompt must be text, .*, not <generator"),
+        (["a", None], "a prompt must be text, token ids or a Request, not None"),
+        ([b"abc"], "a prompt must be text, token ids or a Request, not b'abc'"),
+    ],
+)
+def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         pair.generate(prompt)
+    with pytest.raises(UsageError, match="prompt"):
+        pair.stream(prompt)
+    assert pair.target.calls == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("prompt", [["a"], [[1], [2]], [np.array([1, 2])], []])
+def test_what_takes_one_prompt_says_so(pair: Pair, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=r"stream takes one prompt .*, not a list"):
+        pair.stream(prompt)
+    with pytest.raises(UsageError, match="a Request takes one prompt, text or token ids, not"):
+        Request(prompt)
+
+
+@pytest.mark.parametrize("prompt", [None, Request("x"), [1.5], "\ud800", b"abc"])
+def test_a_request_is_refused_where_it_is_made(prompt: Any) -> None:
+    with pytest.raises(UsageError, match="prompt"):
+        Request(prompt)
+
+
+def test_ids_of_any_kind_are_a_prompt(pair: Pair) -> None:
+    expected = pair.generate([3, 4], max_new_tokens=5).token_ids
+    for prompt in (np.array([3, 4]), np.array([3, 4], np.uint16), (np.int32(3), 4), range(3, 5), array("i", [3, 4])):
+        assert pair.generate(prompt, max_new_tokens=np.int64(5)).token_ids == expected
+        assert pair.generate(Request(prompt), max_new_tokens=5).token_ids == expected
+        assert [each.token_ids for each in pair.generate([prompt, [3, 4]], max_new_tokens=5)] == [expected] * 2
+    assert len(pair.generate([3, 4], n=np.int64(2), temperature=np.float32(1), max_new_tokens=2)) == 2
+
+
+def test_a_limit_may_be_as_high_as_one_likes(pair: Pair) -> None:
+    assert pair.generate(PROMPT, max_new_tokens=10**400).finish_reason == "context"
+    assert len(pair.generate(PROMPT, max_new_tokens=2, min_new_tokens=9).token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"batch_size": value}, "batch_size must be an integer of at least 1, not") for value in (1.5, "2", None)),
+        *(({"threads": value}, "threads must be an integer from 1 to 1024, not") for value in (1.5, "2", 10**12)),
+        ({"draft_threads": True}, "draft_threads must be an integer from 1 to 1024, not True"),
+        ({"provider": ["cpu"]}, r"provider \['cpu'\] is unknown \(one of: cpu, cuda, "),
+        ({"draft_provider": ""}, r"draft_provider '' is unknown \(one of: cpu, cuda, "),
+        ({"variant": ["gqa"]}, r"variant must be 'auto' or the name of a graph of the bundle, not \['gqa'\]"),
+        ({"exact": "no"}, "exact must be True or False, not 'no'"),
+        *(({"bundle": value}, "bundle must be the path of a directory") for value in (None, 5, b"x", "a\0b", "\ud800")),
+    ],
+)
+def test_what_a_pair_is_loaded_with_is_checked_first(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        leadout.load(**({"bundle": "nowhere"} | options))
+
+
+def test_a_path_that_is_too_long_holds_no_bundle() -> None:
+    with pytest.raises(BundleError, match="no bundle at"):
+        leadout.load("a" * 5000)
 
 
 def test_without_a_draft_model_the_free_ones_draft(tokenizer_file: Path) -> None:
@@ -229,6 +314,7 @@ def test_different_vocabularies_are_refused(tokenizer_file: Path) -> None:
 
 def test_what_counts_as_one_prompt() -> None:
     assert is_single("text") and is_single([1, 2]) and is_single(Request("x")) and is_single((np.int64(3),))
+    assert is_single(np.array([1, 2])) and is_single(np.array([], int)) and not is_single([np.array([1, 2])])
     assert not is_single(["text"]) and not is_single([[1]]) and not is_single([]) and not is_single([Request("x")])
 
 

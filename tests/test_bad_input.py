@@ -157,12 +157,12 @@ def test_a_prompt_longer_than_the_context(tiny_bundle: Path) -> None:
         (("--seed", "-1"), "seed must be"),
         (("--draft-length", "99"), "draft_length must be"),
         (("--rule", "greedy", "--temperature", "1"), "rule 'greedy' needs"),
-        (("--stop", ""), "stop must be"),
+        (("--stop", ""), "stop must be non-empty strings, not ''"),
         (("--logit-bias", "3=nan"), "logit_bias of token 3"),
         (("--logit-bias", "99999=1"), "99999"),
-        (("--threads", "0"), "threads must be at least 1"),
-        (("--draft-threads", "0"), "draft_threads must be at least 1, not 0"),
-        (("--batch-size", "0"), "batch_size must be at least 1"),
+        (("--threads", "0"), "threads must be an integer from 1 to 1024, not 0"),
+        (("--draft-threads", "0"), "draft_threads must be an integer from 1 to 1024, not 0"),
+        (("--batch-size", "0"), "batch_size must be an integer of at least 1, not 0"),
     ],
 )
 def test_options_outside_their_range(tiny_bundle: Path, options: tuple[str, ...], message: str) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from leadout.engines.toy import ToyEngine
+from leadout.runtime.costs import Cost
 from leadout.runtime.settings import DRAFTS
 from leadout.scripts.make_prompts import HELD_OUT, main
 
@@ -126,6 +131,16 @@ def test_lengths_are_swept_for_each_kind(root: Path, tiny_bundle: Path, tmp_path
             )
     path.write_text('{"prompt": "x"}', encoding="utf-8")
     assert "without 'kind'" in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr
+
+
+def test_prices_are_all_that_is_known_of_a_priced_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that was measured on the real one is noise."""
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    devices = importlib.import_module("devices")
+    measured = (Cost("target", 1, 0, 1, 0.5),)
+    pair = SimpleNamespace(target=ToyEngine(lambda context: np.ones(3) / 3, 3), draft=None, known=measured)
+    with devices.priced(pair, None, "demo-int8"):
+        assert pair.known == ()
 
 
 @pytest.mark.slow

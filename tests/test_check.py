@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 import leadout
+from leadout.bundle import Bundle
 from leadout.engines.toy import ToyEngine
 from leadout.errors import UsageError
 from leadout.runtime import check
@@ -132,6 +135,19 @@ def test_an_int8_bundle_holds_every_promise(tiny_pair: tuple[Path, Path], tmp_pa
     found = list(check.run(export_pair(*tiny_pair, tmp_path / "int8", precision="int8"), threads=2))
     assert [(each.name, each.detail) for each in found if not each.ok] == []
     assert len({each.name for each in found}) == len(found) > 15
+
+
+@pytest.mark.slow
+def test_a_graph_that_the_draft_lacks_is_left_out_of_the_report_by_name(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Heads of 12, windows: such a draft has fewer graphs than its target."""
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    manifest = json.loads((bundle / "leadout.json").read_text())
+    del manifest["models"]["draft"]["variants"]["nonpad"]
+    (bundle / "leadout.json").write_text(json.dumps(manifest))
+    found = list(check.check_tokens(Bundle.read(bundle), {"target": "cpu", "draft": "cpu"}, 1))
+    assert all(each.ok for each in found)
+    details = {each.name.rpartition(", ")[2]: each.detail for each in found if "batch against alone" in each.name}
+    assert details["nonpad"] == "left out: the draft has no such graph" and "prompts" in details["grouped"]
 
 
 @pytest.mark.slow

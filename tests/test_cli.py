@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -108,6 +110,10 @@ def test_the_summary_of_auto_says_whose_tokens_were_accepted(capsys: pytest.Capt
     result = SimpleNamespace(stats=stats, draft="auto", rule="greedy", seed=None, finish_reason="length")
     summarise(result)  # type: ignore[arg-type]
     assert "draft auto: 7 of 11 accepted (suffix 5, model 2); greedy" in capsys.readouterr().err
+    result.stats = Stats()
+    result.stats.record(drafted=1, tested=1, accepted=0, tokens=1)
+    summarise(result)  # type: ignore[arg-type]
+    assert "draft auto: 0 of 1 accepted; greedy" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_tints_but_no_control_characters(
@@ -206,6 +212,64 @@ def test_doctor_names_versions_and_conflicts(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setitem(sys.modules, "onnxruntime", None)
         result = run("doctor")
         assert result.exit_code == 5 and message in result.stderr
+
+
+def test_a_stream_that_is_closed_or_knows_few_characters_fails_nothing(root: Path) -> None:
+    shell = ["bash", "-c", 'exec "$@" 1>&- 2>&-', "bash", sys.executable, "-m", "leadout.scripts.cli", "doctor"]
+    assert subprocess.run(shell, check=False).returncode == 0
+    said = "from leadout.scripts.cli import open_streams\nopen_streams()\nprint('a\\ufffd\\u6f22b')"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", said], env=environment, capture_output=True, check=True)
+    assert done.stdout == b"a??b\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("export", "doctor")])
+def test_a_bundle_without_a_name_is_not_the_one_in_the_current_directory(
+    name: str, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_bundle)
+    result = run(name, "", *(("--sdk", "tensorrt-rtx") if name == "build" else ()))
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr == "leadout: no bundle at '': the name is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--threads", "0"), 2, "threads must be at least 1, not 0"),
+        (("--threads", "99999999999"), 2, "threads must be at most 1024, not 99999999999"),
+        (("--draft-provider", "cuda"), 5, "provider 'cuda' is not in this onnxruntime"),
+        (("--draft-provider", "ort-tensorrt"), 5, "provider 'ort-tensorrt' is not in this onnxruntime"),
+        (("--draft-provider", "tensorrt"), 5, "tensorrt does not load"),
+    ],
+)
+def test_check_refuses_before_it_checks(tiny_bundle: Path, options: tuple[str, ...], code: int, message: str) -> None:
+    result = run("check", tiny_bundle, *options)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_check_refuses_a_device_for_a_draft_that_is_not_there(tiny_bundle: Path, tmp_path: Path) -> None:
+    manifest = json.loads((tiny_bundle / "leadout.json").read_text(encoding="utf-8"))
+    del manifest["models"]["draft"]
+    (tmp_path / "leadout.json").write_text(json.dumps(manifest), encoding="utf-8")
+    result = run("check", tmp_path, "--draft-provider", "cuda")
+    assert result.exit_code == 2 and "this bundle has no draft model" in result.stderr and result.stdout == ""
+
+
+def test_more_threads_than_a_runtime_takes_are_refused(tiny_bundle: Path) -> None:
+    for option in ("--threads", "--draft-threads"):
+        result = run("generate", tiny_bundle, "-p", "x", option, "99999999999")
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert "1024" in result.stderr and "not 99999999999" in result.stderr
+
+
+def test_bench_says_its_own_default_of_the_temperature() -> None:
+    helps = {}
+    for name in ("bench", "generate"):
+        helps[name] = {option.name: option.help for option in command(name).params if isinstance(option, click.Option)}
+    assert helps["bench"]["temperature"] == "0 is greedy. [default: 0]"
+    assert helps["generate"]["temperature"] == "0 is greedy. [default: the bundle's, or 0]"
 
 
 @pytest.mark.parametrize(

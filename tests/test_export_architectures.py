@@ -5,6 +5,7 @@ Windows are shorter than the rows, softcaps bite, weights are spread so that log
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.engines.base import EVEN  # noqa: E402
+from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
@@ -48,6 +50,7 @@ LONGROPE = {
 # name -> configuration class, its arguments, and the variants besides the canonical graph that must come out
 CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "llama": ("LlamaConfig", GROUPED, {"gqa", "nonpad"}),
+    "llama_heads_of_12": ("LlamaConfig", GROUPED | {"head_dim": 12}, {"grouped", "nonpad", "tree"}),
     "mistral": ("MistralConfig", GROUPED | {"sliding_window": 8}, {"gqa"}),
     "qwen2": ("Qwen2Config", GROUPED | {"tie_word_embeddings": True}, {"gqa", "nonpad"}),
     "qwen3": ("Qwen3Config", GROUPED | {"head_dim": 32}, {"gqa", "nonpad"}),
@@ -74,6 +77,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         | {"eos_token_id": 2},
         {"gqa", "nonpad"},
     ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {key: BASE[key] for key in BASE if key not in ("intermediate_size", "num_hidden_layers", "num_attention_heads")}
+        | {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+        set(),
+    ),
     "gpt_neox": ("GPTNeoXConfig", BASE, {"gqa", "nonpad"}),
     "opt": ("OPTConfig", OPT, {"gqa", "nonpad"}),
     "granite": (
@@ -93,7 +102,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"gqa", "nonpad"}),
 }
-QUICK = {"llama", "gemma2", "gpt2"}
+QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 
 def tiny(name: str, **changes: Any) -> Checkpoint:
@@ -130,3 +139,23 @@ def test_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
         engine = open_engine(Model(tmp_path / "target", entry), variant=variant)
         one_by_one, at_once = (stepped(engine, np.arange(3, 27)[None], width) for width in (1, 24))
         assert np.array_equal(one_by_one, at_once), variant
+
+
+def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_path: Path) -> None:
+    local = tiny("gpt_neo", attention_types=[[["global", "local"], 1]], window_size=256)
+    with pytest.raises(ExportError, match=r"GPTNeoForCausalLM, capture: its attention depends on the cache's capacity"):
+        build(local, tmp_path / "target")
+
+
+def test_a_graph_that_onnxruntime_cannot_load_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"^target: FalconForCausalLM, capture: onnxruntime cannot") as caught:
+        build(tiny("falcon", alibi=True), tmp_path / "target")
+    assert str(tmp_path) not in str(caught.value)
+
+
+@pytest.mark.parametrize("context", [2, 6])
+def test_rows_are_as_long_as_a_short_context_allows(context: int, tmp_path: Path) -> None:
+    short = dataclasses.replace(tiny("gpt2"), max_context=context)
+    entry = build(short, tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert np.load(tmp_path / "target" / "golden.npz")["tokens"].shape == (3, context)

@@ -21,7 +21,7 @@ from leadout.bundle import Bundle  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
-from leadout.export.checkpoint import _sampling  # noqa: E402
+from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -90,6 +90,15 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "qwen3_next"}, "qwen3_next.*recurrent"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
+            {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
+            r"llama.*quantised \(awq\); export the",
+        ),
+        ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, r"quantised \(by an unknown method\)"),
+        ({"model_type": "llama", "hidden_size": "64"}, r"source' is wrong: Field 'hidden_size' expected int, got str"),
+        ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 5}, "source' is wrong: .*not a multiple"),
+        ({"model_type": "llama", "max_position_embeddings": None}, "wrong: Field 'max_position_embeddings'"),
+        ({"model_type": "llama", "bos_token_id": [0, 1]}, "wrong: Field 'bos_token_id'"),
+        (
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "llama.*dynamic-NTK",
         ),
@@ -113,8 +122,92 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ExportError, match=r"config\.json is missing"):
         export_pair(tmp_path / "empty", None, tmp_path / "out")
-    with pytest.raises(ExportError, match="no checkpoint"):
-        export_pair(tmp_path / "nowhere", None, tmp_path / "out")
+    for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
+        with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
+            export_pair(path, None, tmp_path / "out")
+    assert build.require_there("owner/name") == "owner/name", "a hub's to know"
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "without", "config", "fault"),
+    [
+        ({"tie_word_embeddings": False}, "lm_head.weight", {}, r"its files lack lm_head\.weight$"),
+        ({}, "model.layers.0.mlp.down_proj.weight", {}, r"its files lack model\.layers\.0\.mlp\.down_proj\.weight$"),
+        ({}, None, {"num_hidden_layers": 2}, r"lack model\.layers\.1\.input_layernorm\.weight and 8 more tensors$"),
+        ({"num_hidden_layers": 3}, None, {"num_hidden_layers": 1}, r"more layers .*: model\.layers\.1\..* and 17 more"),
+        ({}, None, {"vocab_size": 500}, r"embed_tokens\.weight is \[512, 64\], by its config\.json \[500, 64\]$"),
+        ({}, None, {"intermediate_size": 96}, r"down_proj\.weight is .* \(and 2 more\)$"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_configuration(
+    save: Save, saved: dict[str, Any], without: str | None, config: dict[str, Any], fault: str
+) -> None:
+    source = save(**saved)
+    rewrite(source, lambda weights: weights.pop(without, None))
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ExportError, match=fault) as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_a_model_does_not_need_do_no_harm(save: Save) -> None:
+    """Buffers of older versions, another head, a tower of layers that is no part of the model."""
+    for kind in ({}, {"kind": "GPTNeoXConfig"}):
+        source = save(**kind)
+        prefix = next(name for name in load(source).model.state_dict() if ".0." in name).split("0.")[0]
+        names = (f"{prefix}0.attn.masked_bias", "score.weight", "tower.layers.7.weight", "mtp.layers.0.weight")
+        rewrite(source, lambda weights, names=names: weights.update({name: torch.zeros(1) for name in names}))
+        assert load(source).vocab_size == 512
+        rewrite(source, lambda weights, prefix=prefix: weights.update({f"{prefix}1.attn.bias": torch.zeros(1)}))
+        with pytest.raises(ExportError, match=rf"more layers than its config.json counts: {prefix}1\.attn\.bias$"):
+            load(source)
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        ("model.layers.1.mlp.experts.7.weight", False),
+        ("model.layers.2.eh_proj.weight", False),
+        ("model.layers.3.mlp.experts.0.weight", True),
+        ("layers.3.mlp.weight", True),  # saved without its head
+        ("vision.layers.3.mlp.weight", False),
+        ("model.rotary.inv_freq", False),
+    ],
+)
+def test_layers_that_predict_ahead_are_counted_apart(name: str, further: bool) -> None:
+    own = [f"model.layers.{layer}.mlp.experts.{expert}.weight" for layer in range(2) for expert in range(8)]
+    config = transformers.DeepseekV3Config(num_nextn_predict_layers=1)
+    assert _is_further_layer(name, own, config) == further
+
+
+def rewrite(source: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(source / "model.safetensors")
+    change(weights)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-5000], lambda data: data[:5], lambda data: b"", lambda _: POINTER]
+)
+def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes], bytes]) -> None:
+    source = save()
+    path = source / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ExportError, match=r"incomplete or a git-lfs pointer \(.*\); download them again") as caught:
+        load(source)
+    assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("bos", "found"), [(0, 0), (511, 511), (512, None), (50256, None), (-1, None), (None, None)])
+def test_a_beginning_of_text_that_is_no_token_is_none(save: Save, bos: int | None, found: int | None) -> None:
+    assert load(save(bos_token_id=bos)).bos_token_id == found
 
 
 def test_options_outside_their_range(save: Save, tmp_path: Path) -> None:
@@ -144,7 +237,7 @@ def test_a_checkpoint_needs_a_tokenizer(save: Save, tmp_path: Path) -> None:
 
 
 def test_a_draft_of_another_vocabulary(save: Save, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"another vocabulary \(400\) than target .* \(512\): token .* is 400 there"):
+    with pytest.raises(ExportError, match=r"400 logits, too few for the vocabulary of its tokenizer: token .* is 400;"):
         export_pair(save(), save(vocab_size=400), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

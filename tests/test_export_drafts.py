@@ -130,6 +130,7 @@ def test_what_a_draft_is_made_of() -> None:
     ("options", "message"),
     [
         (("--draft-vocabulary", "100"), "draft-vocabulary trims a draft, and none was given"),
+        (("--draft-precision", "int8"), "draft-precision is that of a draft, and none was given"),
         (("--draft", "DRAFT", "--calibration", "TEXT"), "calibration texts are for draft-vocabulary"),
         (("--draft", "DRAFT", "--draft-vocabulary", "100"), "give --calibration TEXTFILE"),
         (("--draft", "DRAFT", "--draft-vocabulary", "513", "--calibration", "TEXT"), "between 1 and 512 tokens"),

@@ -184,9 +184,12 @@ def test_typical_is_greedy_at_temperature_0():
         ({"leniency": 0.5}, "leniency belongs to rule 'lenient', not to 'auto'"),
         ({"rule": "typical", "leniency": 0.5}, "leniency belongs to rule 'lenient', not to 'typical'"),
         ({"rule": "lenient", "typical_delta": 0.5}, "typical_delta belongs to rule 'typical', not to 'lenient'"),
-        ({"rule": "lenient", "leniency": 0}, "leniency must be above 0"),
-        ({"rule": "lenient", "leniency": 1.5}, "leniency must be a finite number from 0 to 1"),
-        ({"rule": "typical", "typical_epsilon": float("nan")}, "typical_epsilon must be a finite number from 0 to 1"),
+        ({"rule": "lenient", "leniency": 0}, "leniency must be above 0 and at most 1, not 0"),
+        ({"rule": "lenient", "leniency": 1.5}, "leniency must be above 0 and at most 1, not 1.5"),
+        (
+            {"rule": "typical", "typical_epsilon": float("nan")},
+            "typical_epsilon must be above 0 and at most 1, not nan",
+        ),
     ],
 )
 def test_settings_of_lossy_rules_are_checked(options, message):

@@ -12,8 +12,10 @@ from support_graphs import LOWERINGS, Array, Shape, graph, op_counts, reference,
 
 from leadout.engines.providers import onnxruntime
 from leadout.export.gqa import fuse_skip_norm
+from leadout.export.half import to_half
 from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.rewrite import constant, node, swap
+from leadout.export.tree import to_tree, to_tree_gqa
 
 SHAPES = {
     "plain": Shape(),
@@ -123,6 +125,25 @@ def test_one_layer_that_cannot_be_even_leaves_no_variant(lower: Callable[..., in
     assert lower(model) == 0
 
 
+@pytest.mark.parametrize("lower", [to_gqa, to_gqa_even, to_tree_gqa])
+def test_heads_that_are_no_multiple_of_8_wide_stay_attention(lower: Callable[..., int]) -> None:
+    model = lowered(Shape(head_dim=12, rotary=8))
+    assert lower(model) == 0 and op_counts(model)["Attention"] == 2
+
+
+@pytest.mark.parametrize("lower", [to_gqa, to_nonpad, to_tree])
+def test_a_mask_that_reads_the_cache_is_left_alone(lower: Callable[..., int]) -> None:
+    """The second layer's, like doge's: the values in its slots say which of them are seen."""
+    model = lowered(Shape())
+    old = [n for n in model.graph if n.op_type == "Attention"][1]
+    within, around = (constant(model, "axes", np.array(axes, np.int64)) for axes in ([1, 3], [1, 2]))
+    largest = node(model, old, "ReduceMax", [old.inputs[2], within], keepdims=0)
+    shown = node(model, old, "Less", [largest, constant(model, "most", np.array(1e9, np.float32))])
+    shown = node(model, old, "Unsqueeze", [shown, around])
+    old.replace_input_with(3, node(model, old, "And", [old.inputs[3], shown], like=old.inputs[3]))
+    assert lower(model) == (0 if lower is to_tree else 1)
+
+
 @pytest.mark.parametrize("lower", [to_gqa, to_nonpad])
 def test_a_mask_of_another_law_is_left_alone(lower: Callable[..., int]) -> None:
     model = lowered(Shape())
@@ -206,3 +227,31 @@ def test_weights_are_shared_by_name_between_forms() -> None:
     for lower in LOWERINGS.values():
         model = lowered(Shape(), lower)
         assert {n for n, v in model.graph.initializers.items() if v.const_value.size > 64} <= known
+
+
+@pytest.mark.parametrize("given", [None, 0.0, 2.5, -1e30])
+def test_half_precision_fills_shapes_with_halves(given: float | None) -> None:
+    model, largest = graph(Shape()), float(np.finfo(np.float16).max)
+    head = model.graph.outputs[0].producer()
+    attributes = {} if given is None else {"value": ir.tensor(np.array([given], np.float32))}
+    shape = node(model, head, "Shape", [head.inputs[0]])
+    filling = node(model, head, "ConstantOfShape", [shape], like=head.inputs[0], **attributes)
+    head.replace_input_with(0, node(model, head, "Add", [head.inputs[0], filling], like=head.inputs[0]))
+    to_half(model)
+    assert filling.dtype == ir.DataType.FLOAT16
+    found = filling.producer().attributes["value"].as_tensor().numpy()
+    assert found.dtype == np.float16 and found.tolist() == [max(given or 0.0, -largest)]
+    onnxruntime().InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def test_half_precision_compares_halves() -> None:
+    """A router's choice: its limit, computed or given, has the type of what it limits."""
+    model = graph(Shape())
+    head = model.graph.outputs[0].producer()
+    rows = head.inputs[0]
+    far = node(model, head, "Greater", [rows, constant(model, "limit", np.array(3.0, np.float32))])
+    far.dtype = ir.DataType.BOOL
+    kept = node(model, head, "Where", [far, constant(model, "nought", np.array(0.0, np.float32)), rows], like=rows)
+    head.replace_input_with(0, kept)
+    to_half(model)
+    onnxruntime().InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])

@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 from support_graphs import Shape, write
 
-from leadout.bundle import CacheShape, ModelEntry, file_entry
+from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
 from leadout.engines.ort import SlotEngine
-from leadout.engines.plan import Load, plan
-from leadout.errors import UsageError
-from leadout.export.tensorrt import Sizes, write_graph
+from leadout.engines.plan import Load, fitting, plan
+from leadout.errors import ExportError, UsageError
+from leadout.export.tensorrt import Sizes, check_buildable, write_graph
 from leadout.scripts.cli import main
 
 C = Shape()
@@ -76,8 +76,8 @@ def test_the_steps_of_more_rows_are_narrower(tmp_path: Path) -> None:
     model = dataclasses.replace(entry(tmp_path), max_context=1024)
     steps = [plan(model, load(batch=rows, context=900)).steps for rows in (1, 2, 4, 16)]
     assert steps[1] == steps[2] == steps[3] > steps[0]
-    verifying = [plan(model, load(batch=16, context=836 - more, draft_length=64 + more)).steps for more in (0, 64)]
-    assert verifying[1] / verifying[0] == pytest.approx(129 / 65)
+    verifying = [plan(model, load(batch=64, context=836 - more, draft_length=31 + more)).steps for more in (0, 33)]
+    assert verifying[1] / verifying[0] == pytest.approx(65 / 32)
 
 
 def test_an_engine_s_weights_follow_its_precision(tmp_path: Path) -> None:
@@ -103,13 +103,22 @@ def test_more_of_anything_takes_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 0}, "batch must be at least 1, not 0"),
-        ({"draft_length": -1}, "draft-length must be at least 0, not -1"),
+        ({"batch": 0}, "batch must be from 1 to 4096, not 0"),
+        ({"batch": 10**399}, "batch must be from 1 to 4096, not 1000"),
+        ({"draft_length": -1}, "draft-length must be from 0 to 64, not -1"),
+        ({"draft_length": 1000}, "draft-length must be from 0 to 64, not 1000"),
         ({"context": 0}, "context must be at least 1, not 0"),
         ({"provider": "tpu"}, "provider 'tpu' is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
-        ({"capacity": 300}, "capacity is for TensorRT engines and at least 204"),
-        ({"provider": "tensorrt", "capacity": 203}, "at least 204 slots"),
+        ({"capacity": 300}, "capacity is an engine's; with provider 'cpu' a cache grows as it is needed"),
+        (
+            {"provider": "tensorrt", "capacity": 203},
+            r"capacity must be at least 204 slots \(context 200 and a draft of 4\), not 203",
+        ),
+        (
+            {"provider": "tensorrt", "context": 1, "capacity": 9},
+            r"capacity must be at least 10 slots \(two steps of 5\), not 9",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes: dict[str, object], message: str) -> None:
@@ -122,6 +131,42 @@ def test_a_context_beyond_the_model_s_is_refused(tmp_path: Path) -> None:
         plan(entry(tmp_path), load(context=321))
 
 
+def test_an_engine_that_cannot_be_built_is_not_planned(tmp_path: Path) -> None:
+    model, built = write(C, tmp_path), load(provider="tensorrt")
+    for change, reason in (
+        ({"precision": "int8"}, "target is in int8, which only ONNX Runtime reads"),
+        ({"dialect": "genai"}, "target was imported"),
+        ({"precision": "fp16"}, "target is in fp16 and can be built in fp16 only"),
+    ):
+        changed = dataclasses.replace(model, entry=dataclasses.replace(entry(tmp_path), **change))
+        refusals = []
+        for ask in (
+            lambda entry=changed.entry: plan(entry, dataclasses.replace(built, precision="int4")),
+            lambda changed=changed: check_buildable(changed, "int4"),
+        ):
+            with pytest.raises(ExportError, match=reason) as error:
+                ask()
+            refusals.append(str(error.value))
+        assert refusals[0] == refusals[1]
+        assert plan(changed.entry, load()).total
+
+
+def test_no_more_slots_are_planned_than_are_built(tmp_path: Path) -> None:
+    model = Model(tmp_path, entry(tmp_path))
+    most = C.context + 4
+    Sizes(max_draft=4, capacity=most).check([model])
+    assert plan(model.entry, load(provider="tensorrt", capacity=most)).cache
+    for refuse in (
+        lambda: Sizes(max_draft=4, capacity=most + 1).check([model]),
+        lambda: plan(model.entry, load(provider="tensorrt", capacity=most + 1)),
+    ):
+        with pytest.raises(UsageError, match=f"{most} slots"):
+            refuse()
+    short = dataclasses.replace(model.entry, max_context=100)
+    assert fitting(load(provider="tensorrt", capacity=most), short).capacity == 104
+    assert plan(short, fitting(load(provider="tensorrt", capacity=most), short)).cache
+
+
 def test_the_command_needs_no_more_than_the_manifest(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "leadout.json").write_bytes((tiny_bundle / "leadout.json").read_bytes())
     done = CliRunner().invoke(main, ["plan", str(tmp_path), "--batch", "2", "--json"])
@@ -129,8 +174,12 @@ def test_the_command_needs_no_more_than_the_manifest(tiny_bundle: Path, tmp_path
     found = json.loads(done.stdout)
     assert set(found["models"]) == {"target", "draft"} and found["context"] == 256
     assert found["total"] == sum(model["total"] for model in found["models"].values())
+    assert found["precision"] == "fp32"
     for model in found["models"].values():
+        assert model["precision"] == "fp32"
         assert model["total"] == model["weights"] + model["cache"] + model["logits"] + model["steps"]
+    built = ["plan", str(tmp_path), "--provider", "tensorrt", "--json"]
+    assert json.loads(CliRunner().invoke(main, built).stdout)["models"]["draft"]["precision"] == "fp16"
     table = CliRunner().invoke(main, ["plan", str(tmp_path), "--provider", "tensorrt", "--precision", "int4"])
     assert "MB on tensorrt in int4: batch 1, drafts of 8, context 256" in table.stdout
     assert CliRunner().invoke(main, ["plan", str(tmp_path / "nothing")]).exit_code == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from leadout.errors import EngineError, UsageError
 from leadout.runtime.drafters import Draft
 from leadout.runtime.judging import judge
 from leadout.runtime.noise import Noise, Purpose
+from leadout.runtime.ranges import shown
 from leadout.runtime.sampling import Chain, Sampler, draw
 from leadout.runtime.settings import Settings
 
@@ -149,17 +152,17 @@ def test_impossible_tokens_are_never_chosen():
 
 
 BAD = [
-    ({"temperature": -0.1}, "temperature must be a finite number of at least 0, not -0.1"),
+    ({"temperature": -0.1}, "temperature must be 0 or a number from 1e-06 to 1000000, not -0.1"),
     ({"temperature": math.nan}, "temperature"),
     ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, not 0"),
     ({"max_new_tokens": 1.5}, "max_new_tokens"),
     ({"min_new_tokens": -1}, "min_new_tokens"),
     ({"top_k": True}, "top_k"),
     ({"top_p": 0}, "top_p must be above 0"),
-    ({"top_p": 1.01}, "top_p must be a finite number from 0 to 1, not 1.01"),
+    ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
     ({"min_p": 2}, "min_p"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
-    ({"frequency_penalty": math.inf}, "frequency_penalty must be a finite number"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be a number from 1e-06 to 1000000, not 0.0"),
+    ({"frequency_penalty": math.inf}, "frequency_penalty must be a number from -1000000 to 1000000, not inf"),
     ({"logit_bias": {-1: 1.0}}, "token id"),
     ({"logit_bias": {1: math.nan}}, "logit_bias of token 1"),
     ({"stop": ("",)}, "stop must be"),
@@ -174,13 +177,80 @@ BAD = [
     ({"draft_length": "long"}, "draft_length"),
     ({"rule": "beam"}, "rule 'beam' is unknown"),
     ({"rule": "greedy", "temperature": 1.0}, "rule 'greedy' needs temperature 0, not 1"),
+    ({"temperature": 1e-7}, "temperature must be 0 or a number from 1e-06 to 1000000, not 1e-07"),
+    ({"temperature": 10**400}, "temperature must be 0 or a number from 1e-06 to 1000000, not 1000"),
+    ({"temperature": True}, "temperature must be .*, not True"),
+    ({"temperature": np.array([1.0, 2.0])}, r"temperature must be .*, not array\(\[1., 2.\]\)$"),
+    ({"repetition_penalty": 1e-320}, "repetition_penalty must be a number from 1e-06 to 1000000, not 1e-320"),
+    ({"presence_penalty": 1e308}, r"presence_penalty must be a number from -1000000 to 1000000, not 1e\+308"),
+    ({"max_new_tokens": -(10**5000)}, "max_new_tokens must be an integer of at least 1, not int"),
+    ({"max_new_tokens": None}, "max_new_tokens must be an integer of at least 1, not None"),
+    ({"seed": 2**63}, "seed must be an integer from 0 to 9223372036854775807, not 9223372036854775808"),
+    ({"logit_bias": None}, "logit_bias must be a mapping of token ids to numbers, not None"),
+    ({"logit_bias": [1, 2]}, "logit_bias must be a mapping"),
+    ({"logit_bias": {5: "x"}}, "logit_bias of token 5 must be -inf or a number from -1000000000000 to .*, not 'x'"),
+    ({"logit_bias": {5: None}}, "logit_bias of token 5 must be"),
+    ({"logit_bias": {5: 10**400}}, "logit_bias of token 5 must be"),
+    ({"logit_bias": {5: math.inf}}, "logit_bias of token 5 must be .*, not inf"),
+    ({"logit_bias": {"5": 1.0}}, "a token id in logit_bias must be an integer from 0 to 2147483647, not '5'"),
+    ({"stop_token_ids": 5}, "stop_token_ids must be a list or tuple of token ids, not 5"),
+    ({"stop_token_ids": None}, "stop_token_ids must be a list or tuple"),
+    ({"stop_token_ids": [1.5]}, "a token id in stop_token_ids must be an integer from 0 to 2147483647, not 1.5"),
+    ({"stop": ["a", 5]}, "stop must be non-empty strings, not 5"),
+    ({"stop": None}, "stop must be a list or tuple of non-empty strings, not None"),
+    ({"branches": 5}, "branches must be a list or tuple of at most 16 integers, not 5"),
+    ({"branches": np.array([[2, 2]])}, "branches must be a list or tuple"),
+    ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+    ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
+    ({"draft": ["model"]}, r"draft \['model'\] is unknown"),
+    ({"draft": np.array(["a", "b"])}, "draft .* is unknown"),
+    ({"rule": "a\nb"}, r"rule 'a\\nb' is unknown"),
+    ({"draft_length": np.array([1, 2])}, "draft_length must be an integer from 0 to 16 or 'auto', not array"),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: shown(value)[:40])
 def test_settings_outside_their_range_are_refused_by_name(options, message):
     with pytest.raises(UsageError, match=message):
         Settings(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"max_new_tokens": np.int64(3)}, 3),
+        ({"max_new_tokens": 10**400}, 10**400),
+        ({"top_k": np.uint8(200)}, 200),
+        ({"temperature": np.float32(0.5)}, 0.5),
+        ({"temperature": Fraction(1, 2)}, 0.5),
+        ({"temperature": 1e-6}, 1e-6),
+        ({"seed": np.uint64(2**63 - 1)}, 2**63 - 1),
+        ({"ignore_eos": np.bool_(True)}, True),
+        ({"logit_bias": {np.int64(5): np.float32(-2)}}, {5: -2.0}),
+        ({"stop": ["a", "b"]}, ("a", "b")),
+        ({"stop_token_ids": np.array([3, 4], np.int32)}, (3, 4)),
+        ({"branches": np.array([2, 2])}, (2, 2)),
+        ({"draft_length": np.int64(3)}, 3),
+    ],
+    ids=lambda value: shown(value)[:40],
+)
+def test_numbers_of_any_kind_are_taken_and_kept_as_python_s(options, kept):
+    (name,) = options
+    settings = Settings(**options)
+    assert getattr(settings, name) == kept and type(getattr(settings, name)) is type(kept)
+    assert replace(settings) == settings
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+@pytest.mark.parametrize("penalty", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("bias", [-1e12, 0.0, 1e12])
+def test_at_the_ends_of_the_ranges_a_law_is_still_one(temperature, penalty, bias):
+    options = {"repetition_penalty": penalty, "frequency_penalty": 1e6, "logit_bias": {1: bias} if bias else {}}
+    logits = np.random.default_rng(1).normal(size=VOCAB).astype(np.float32) * 20
+    chain = Chain(Settings(temperature=temperature, top_p=0.9, **options), VOCAB, [1, 2], ())
+    chain.extend([1, 3])
+    law = chain.distribution(logits, [4])
+    assert np.isfinite(law).all() and abs(law.sum() - 1) < 1e-12
 
 
 def test_the_rule_in_force():

@@ -336,9 +336,10 @@ def test_n_gives_a_list_of_answers_in_place_of_each(tokenizer_file):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0, **SAMPLING}, "n must be an integer of at least 1, not 0"),
-        ({"n": True, **SAMPLING}, "n must be an integer of at least 1, not True"),
-        ({"n": 1.5, **SAMPLING}, "n must be an integer of at least 1, not 1.5"),
+        ({"n": 0, **SAMPLING}, "n must be an integer from 1 to 1024, not 0"),
+        ({"n": True, **SAMPLING}, "n must be an integer from 1 to 1024, not True"),
+        ({"n": 1.5, **SAMPLING}, "n must be an integer from 1 to 1024, not 1.5"),
+        ({"n": 100_000_000, **SAMPLING}, "n must be an integer from 1 to 1024, not 100000000"),
         ({"n": 8}, "n 8 at temperature 0 would be the same answer 8 times"),
         ({"draft": "siblings", **SAMPLING}, "draft 'siblings' needs other answers to the same prompt"),
         ({"draft": "siblings", "n": 1, **SAMPLING}, "draft 'siblings' needs other answers to the same prompt"),

@@ -230,7 +230,8 @@ def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -
     with pytest.raises(ExportError, match="in fp16 and can be built in fp16 only; for bf16 export"):
         build_engines(bundle(tmp_path / "fp16", "fp16"), RTX, precision="bf16")
     entry = bundle(tmp_path / "fp32").model("target").entry
-    foreign = sealed(tmp_path / "fp32", {"target": dataclasses.replace(entry, dialect="concat")})
+    imported = dataclasses.replace(entry, dialect="concat", variants={"canonical": entry.variants["canonical"]})
+    foreign = sealed(tmp_path / "fp32", {"target": imported})
     with pytest.raises(ExportError, match=r"target was imported \('concat'\).*leadout export TARGET"):
         build_engines(foreign, RTX)
 

@@ -243,8 +243,8 @@ def test_the_draft_takes_a_step_a_level():
     [
         ({"branches": (0, 2)}, "each of branches must be an integer from 1 to 64"),
         ({"branches": (4, 4, 3)}, "branches 4,4,3: 68 nodes, a tree has 1 to 64"),
-        ({"branches": (1,) * 17}, "branches must be a tuple of at most 16"),
-        ({"branches": "3,2"}, "branches must be a tuple"),
+        ({"branches": (1,) * 17}, "branches must be a list or tuple of at most 16 integers, not of 17"),
+        ({"branches": "3,2"}, "branches must be a list or tuple"),
         ({"branches": (2, 2), "draft": "ngram"}, r"draft 'ngram' proposes no trees \(with branches: draft model\)"),
         ({"branches": (2, 2), "draft": "auto"}, "draft 'auto' proposes no trees"),
         ({"branches": (2, 2), "draft_length": 3}, "draft_length and branches exclude each other"),

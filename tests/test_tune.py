@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support_runtime import collect, toy_pair
 
-from leadout.bundle import Bundle
+from leadout.bundle import Bundle, file_entry
 from leadout.errors import BundleError
 from leadout.runtime import tuned
 from leadout.runtime.costs import PARTS, Cost, Costs
@@ -156,6 +156,8 @@ def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
         ({"seconds": float("nan")}, "seconds must be from"),
         ({"width": 65}, "width must be from 1 to 64, not 65"),
         ({"rows": 0}, "rows must be from 1"),
+        ({"rows": 10**399}, "rows must be from 1 to 4096, not 1000"),
+        ({"seconds": 10**399}, "seconds: expected float, found 1000"),
         ({"part": "sleep"}, "part 'sleep' is unknown"),
         ({"speed": 1}, "unknown option 'speed'"),
         ({"rows": "two"}, "expected int"),
@@ -172,11 +174,12 @@ def test_a_table_that_is_none_is_refused(bundle: Path, change: dict[str, Any], m
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 9}', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 9}', "\xff", "[" * 100_000], ids=range(5))
 def test_a_file_that_is_no_table_is_refused(bundle: Path, text: str) -> None:
     (bundle / tuned.TUNED).write_text(text, encoding="latin-1")
     result = run("generate", bundle, "-p", "x", "--max-new-tokens", 2)
-    assert result.exit_code == BundleError.exit_code and tuned.TUNED in result.stderr
+    assert result.exit_code == BundleError.exit_code and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"leadout: {bundle / tuned.TUNED}: ") and "run: leadout tune" in result.stderr
 
 
 def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp_path: Path) -> None:
@@ -223,3 +226,18 @@ def test_tune_refuses_what_it_cannot_do(bundle: Path) -> None:
     assert "--limit" in run("tune", bundle, "--limit", 0).stderr
     result = run("tune", bundle, "--draft", bundle / "target", "--limit", 1)
     assert result.exit_code == BundleError.exit_code and "no bundle at" in result.stderr
+
+
+def test_a_draft_of_other_ids_is_not_compared(bundle: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(bundle, tmp_path / "other"))
+    path = other / "leadout.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    (other / "draft" / "vocabulary.npz").write_bytes(b"its map")
+    files = {"vocabulary.npz": dataclasses.asdict(file_entry(other / "draft" / "vocabulary.npz"))}
+    for change, reason in (({"vocab_size": 200}, "200 tokens, the target 512"), ({"files": files}, "ids of its own")):
+        changed = manifest["models"]["draft"] | change
+        path.write_text(json.dumps(manifest | {"models": manifest["models"] | {"draft": changed}}), encoding="utf-8")
+        result = run("tune", bundle, "--draft", other, "--limit", 1)
+        assert result.exit_code == 2 and f"--draft '{other}': its draft has {reason}; a draft that is trimmed" in (
+            result.stderr
+        )

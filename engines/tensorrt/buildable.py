@@ -1,0 +1,26 @@
+"""Which models of a bundle TensorRT can read, by what ``leadout.json`` says of them."""
+
+from __future__ import annotations
+
+from ...bundle import ModelEntry
+from ...errors import ExportError
+
+
+def require_buildable(entry: ModelEntry, precision: str) -> None:
+    """Raise ExportError for a model of which no engine in ``precision`` (fp32, fp16, bf16, int4) can be built."""
+    role = entry.directory
+    if entry.dialect != "slots":
+        raise ExportError(
+            f"the {role} was imported ('{entry.dialect}'): engines are built from a checkpoint's own export:"
+            " leadout export TARGET --draft DRAFT -o BUNDLE"
+        )
+    if entry.precision not in ("fp32", "int4", "fp16"):
+        raise ExportError(
+            f"the {role} is in {entry.precision}, which only ONNX Runtime reads; export the pair in fp32"
+            " (leadout export TARGET --draft DRAFT -o BUNDLE --precision fp32) and build that in int4"
+        )
+    if entry.precision == "fp16" and precision != "fp16":
+        raise ExportError(
+            f"the {role} is in fp16 and can be built in fp16 only; for {precision} export the pair in fp32:"
+            " leadout export TARGET --draft DRAFT -o BUNDLE --precision fp32"
+        )

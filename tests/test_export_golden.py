@@ -1,0 +1,67 @@
+"""The rows a checkpoint writes to be held to: whatever its files ask for, and nothing from one that cannot write."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from leadout.errors import ExportError  # noqa: E402
+from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
+from leadout.export.golden import LENGTH, ROWS, compute_truth  # noqa: E402
+
+
+@pytest.fixture
+def checkpoint(tiny_pair: tuple[Path, Path]) -> Checkpoint:
+    return load(tiny_pair[0])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_new_tokens": 1000},
+        {"max_length": 20, "max_time": 1e-4},
+        {"return_dict_in_generate": True},
+        {"stop_strings": ["a"]},
+        {"prompt_lookup_num_tokens": 3},
+        {"dola_layers": "low"},
+        {"cache_implementation": "quantized"},
+        {"do_sample": True, "temperature": 0.0},
+        {"do_sample": True, "repetition_penalty": 0.0},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"num_beams": 4},
+    ],
+)
+def test_rows_are_drawn_from_the_model_whatever_its_generation_config_asks(
+    checkpoint: Checkpoint, asked: dict[str, Any]
+) -> None:
+    plain = compute_truth(checkpoint)
+    own = checkpoint.model.generation_config
+    for name, value in asked.items():
+        setattr(own, name, value)
+    truth = compute_truth(checkpoint)
+    assert truth.tokens.shape == (ROWS, LENGTH)
+    assert np.array_equal(truth.tokens, plain.tokens) and np.array_equal(truth.logits, plain.logits)
+    assert checkpoint.model.generation_config is own
+
+
+@pytest.mark.parametrize("context", [2, LENGTH])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(checkpoint: Checkpoint, context: int, value: float) -> None:
+    with torch.no_grad():
+        checkpoint.model.model.layers[0].mlp.down_proj.weight[0, 0] = value
+    with pytest.raises(ExportError, match=rf"'{checkpoint.source}': its logits are not finite"):
+        compute_truth(dataclasses.replace(checkpoint, max_context=context))
+
+
+@pytest.mark.parametrize("first", [-1, 512])
+def test_a_bos_that_is_no_token_begins_no_row(checkpoint: Checkpoint, first: int) -> None:
+    plain = compute_truth(dataclasses.replace(checkpoint, bos_token_id=None))
+    truth = compute_truth(dataclasses.replace(checkpoint, bos_token_id=first))
+    assert np.array_equal(truth.tokens, plain.tokens)
