@@ -23,7 +23,8 @@ from leadout.runtime.retokenise import Tokenizers, Transcript, continuation
 from leadout.runtime.settings import Settings
 from leadout.runtime.vocabulary import VocabularyMap
 
-TEXT = (Path(__file__).parents[1] / "errors.py").read_text(encoding="utf-8")
+LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")  # what no change of code changes
+TEXT = " ".join(LICENSE[200:2400].split())
 WORLD = "naïve café 世界 🙂🙃 " + TEXT[:300]
 
 
@@ -83,14 +84,15 @@ def test_a_text_that_grows_is_read_as_if_cut_whole(
     draft = draft_tokenizers[name]
     transcript, opening = Transcript(Tokenizers(target_tokenizer, draft)), [0] if name == "pieces" else []
     assert transcript.own == opening
-    unfinished = 0
+    unfinished, said = 0, ""
     for end in [*range(1, 400), len(tokens)]:
         transcript.take(tokens[:end])
         read = target_tokenizer.decode(tokens[:end])
         assert transcript.whole == (not read.endswith("\ufffd"))
         unfinished += not transcript.whole
         assert transcript.own[: len(opening)] == opening
-        assert draft.decode(transcript.own) == read.rstrip("\ufffd")
+        said = read if transcript.whole else said  # nothing of a token with half a character
+        assert draft.decode(transcript.own) == said
     whole = draft.encode(text).ids
     assert unfinished > 5 and len(transcript.own) <= 1.05 * len(whole)
     if name != "words":  # without words there is no safe place to cut
@@ -247,12 +249,12 @@ def test_caches_hold_the_text() -> None:
 def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
     """Of long prompts and of what was written at rest; and where a text has outgrown the draft's context."""
     target, draft, text = byte_level(420), byte_level(330), TEXT[:1500]
-    prompts = [target.encode(text[:n]).ids for n in (700, 20, 500)]
+    prompts = [target.encode(text[:n]).ids for n in (600, 20, 400)]
     for sampling in RULES:
         found: list[Any] = []
         for context, reach, first in (
-            (1024, 1024, 370),
-            (1024, 40, 253),
+            (1024, 1024, 315),
+            (1024, 40, 210),
             (150, 1024, 74),
             (60, 1024, 29),
             (150, 40, 74),
