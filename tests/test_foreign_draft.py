@@ -250,6 +250,7 @@ def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
     """Of long prompts and of what was written at rest; and where a text has outgrown the draft's context."""
     target, draft, text = byte_level(420), byte_level(330), TEXT[:1500]
     prompts = [target.encode(text[:n]).ids for n in (600, 20, 400)]
+    counts = (40, 16, 40)  # the row between them leaves, the last takes its place
     for sampling in RULES:
         found: list[Any] = []
         for context, reach, first in (
@@ -262,14 +263,14 @@ def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
             pair = Copyist(target, draft, text, context=context)
             decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary)
             decoder._pace.reach = lambda *_, reach=reach: reach  # type: ignore[method-assign, misc]
-            settings = Settings(max_new_tokens=40, draft="model", draft_length=4, **sampling)
-            texts, last = collect(decoder.decode([(prompt, settings) for prompt in prompts], eos_token_ids=()), 3)
+            rows = [Settings(max_new_tokens=n, draft="model", draft_length=4, **sampling) for n in counts]
+            texts, last = collect(decoder.decode(list(zip(prompts, rows, strict=True)), eos_token_ids=()), 3)
             stats = [last[i].stats for i in range(3)]
             assert pair.engines[1].calls[0] == (3, first)
             found.append((texts, [(s.drafted, s.accepted) for s in stats]))
             assert all(s.drafted > 2.5 * s.rounds for s in stats), "to the end"
         assert all(each == found[0] for each in found)
-        alone = [(prompt, Settings(max_new_tokens=40, draft="none", **sampling)) for prompt in prompts]
+        alone = [(prompts[i], Settings(max_new_tokens=n, draft="none", **sampling)) for i, n in enumerate(counts)]
         plain = Decoder(pair.engines[0], None)
         assert collect(plain.decode(alone, eos_token_ids=()), 3)[0] == found[0][0]
 
