@@ -83,8 +83,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _FATAL_ONLY
-    # A plan of a shape's memory stands beside what its first step took: a prompt's twice over. It makes steps of a model
-    # of 16 M parameters 1 to 2 % sooner, those of larger ones not at all.
+    # A plan of a shape's memory stands beside what its first step took: a prompt's twice over. It makes steps of 16 M
+    # parameters 1 to 2 % sooner, those of larger models not at all.
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
     if provider == "cpu" and saturates(ort):

@@ -246,6 +246,19 @@ def test_caches_hold_the_text() -> None:
     caches_hold_the_text()
 
 
+def watch_moves(decoder: Decoder, moved: list[tuple[int, int]]) -> None:
+    """Note where a row's cache began that moves, and where it begins then."""
+    drafter: Any = decoder._model
+    move = drafter.move
+
+    def spy(source: int, destination: int) -> None:
+        began = drafter._begins[source]
+        move(source, destination)
+        moved.append((began, drafter._begins[destination]))
+
+    drafter.move = spy
+
+
 def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
     """Of long prompts and of what was written at rest; and where a text has outgrown the draft's context."""
     target, draft, text = byte_level(420), byte_level(330), TEXT[:1500]
@@ -253,6 +266,7 @@ def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
     counts = (40, 16, 40)  # the row between them leaves, the last takes its place
     for sampling in RULES:
         found: list[Any] = []
+        moved: list[tuple[int, int]] = []
         for context, reach, first in (
             (1024, 1024, 315),
             (1024, 40, 210),
@@ -263,6 +277,7 @@ def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
             pair = Copyist(target, draft, text, context=context)
             decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary)
             decoder._pace.reach = lambda *_, reach=reach: reach  # type: ignore[method-assign, misc]
+            watch_moves(decoder, moved)
             rows = [Settings(max_new_tokens=n, draft="model", draft_length=4, **sampling) for n in counts]
             texts, last = collect(decoder.decode(list(zip(prompts, rows, strict=True)), eos_token_ids=()), 3)
             stats = [last[i].stats for i in range(3)]
@@ -270,6 +285,7 @@ def the_end_of_a_text_is_enough(monkeypatch: Any = None) -> None:
             found.append((texts, [(s.drafted, s.accepted) for s in stats]))
             assert all(s.drafted > 2.5 * s.rounds for s in stats), "to the end"
         assert all(each == found[0] for each in found)
+        assert any(one for one, _ in moved) and all(one == other for one, other in moved)
         alone = [(prompts[i], Settings(max_new_tokens=n, draft="none", **sampling)) for i, n in enumerate(counts)]
         plain = Decoder(pair.engines[0], None)
         assert collect(plain.decode(alone, eos_token_ids=()), 3)[0] == found[0][0]
