@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ContextError, UsageError
+from ..errors import UsageError
 from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
-    from ..runtime.pair import Pair, Request, Result, Stream
+    from ..runtime.pair import Pair, Result, Stream
 
 STATS = (
     "held",
@@ -77,40 +76,19 @@ def command(
         if as_json or len(lines) > 1 or n is not None:
             write_batch(pair, lines, wanted, as_json, n)
         else:
-            with blaming(pair, lines, wanted):
-                stream = pair.stream(Request(lines[0].prompt, **lines[0].settings), **wanted)
-            write_stream(stream)
+            check_lines(pair, lines, wanted)
+            write_stream(pair.stream(Request(lines[0].prompt, **lines[0].settings), **wanted))
 
 
-@contextlib.contextmanager
-def blaming(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: int = 1) -> Iterator[None]:
-    """What is refused inside is said to be the line whose fault it is; the options' own faults are not."""
+def check_lines(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: int = 1) -> None:
+    """Raise UsageError or ContextError for what cannot be answered, before anything runs: the options, or a line, which
+    is named."""
     from ..runtime.pair import Request
 
-    try:
-        yield
-    except (UsageError, ContextError) as error:
-        for line in lines:
-            bare = Request(line.prompt)
-            faults = {
-                "line": refusal(pair, Request(line.prompt, **line.settings), settings, n),
-                "prompt": refusal(pair, bare, {"draft": "none"}, 1),
-                "options": refusal(pair, bare, settings, n),
-            }
-            told = {name for name, fault in faults.items() if fault == str(error)}
-            if "prompt" in told or told == {"line"}:
-                with named(line.where):
-                    raise
-        raise
-
-
-def refusal(pair: Pair, request: Request, settings: dict[str, Any], n: int) -> str:
-    """What is said against a request; nothing if it is taken. It is not run."""
-    try:
-        pair.answers([request], n=n, **settings)
-    except (UsageError, ContextError) as error:
-        return str(error)
-    return ""
+    pair.settings(settings)
+    for line in lines:
+        with named(line.where):
+            pair.answers([Request(line.prompt, **line.settings)], n=n, **settings)
 
 
 def write_stream(stream: Stream) -> None:
@@ -138,9 +116,8 @@ def write_batch(
     from ..runtime.siblings import check_n
 
     each = 1 if n is None else check_n(n)
-    with blaming(pair, lines, settings, each):
-        found = pair.answers([Request(line.prompt, **line.settings) for line in lines], n=each, **settings)
-    for result in in_order(found):
+    check_lines(pair, lines, settings, each)
+    for result in in_order(pair.answers([Request(line.prompt, **line.settings) for line in lines], n=each, **settings)):
         click.echo(json.dumps(to_json(result)) if as_json else result.text)
         if not as_json:
             summarise(result)

@@ -115,12 +115,8 @@ def test_a_request_that_is_refused_is_named_by_its_line(
 
 def test_what_the_options_say_is_no_line_s_fault(pair: Pair, tmp_path: Path) -> None:
     lines = read_prompts(file(tmp_path, '{"prompt": "x", "seed": 1}'))
-    for options, message in (
-        ({"temperature": -1.0}, "temperature must be"),
-        ({"draft": "siblings"}, "draft 'siblings'"),
-    ):
-        with pytest.raises(UsageError, match=f"^{message}"):
-            write_batch(pair, lines, options, as_json=True)
+    with pytest.raises(UsageError, match=r"^temperature must be"):
+        write_batch(pair, lines, {"temperature": -1.0}, as_json=True)
     with pytest.raises(UsageError, match=r"^branches must be the same for all"):
         write_batch(pair, [*lines, Line("x", {"draft": "model", "branches": [2]}, "line 2")], {}, as_json=True)
     with pytest.raises(ContextError, match=r"^the prompt has"):
