@@ -148,8 +148,8 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     caches = [v for v in model.graph.inputs if str(v.name).startswith("past_key_values.")]
     if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", *(v.name for v in caches)}:
         return False, None
-    if _reads_contents(mask, caches):  # doge: which slots are seen follows from the values in them
-        return False, None
+    if not sources([mask], shapes=False).isdisjoint(str(v.name) for v in caches):
+        return False, None  # doge: which slots are seen follows from the values in them
     slot, empty = np.arange(_PROBED_SLOTS), {}
     for v in caches:  # read for their number of slots only, so caches without rows will do
         _, heads, _, width = dims(v)
@@ -169,20 +169,6 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     if not np.array_equal(seen(queries), wanted):
         return False, None
     return True, None if width == _PROBED_SLOTS else width
-
-
-def _reads_contents(value: ir.Value, caches: list[ir.Value]) -> bool:
-    """Whether ``value`` is computed from what is in ``caches``, not from their shapes alone."""
-    seen, left = set[int](), [value]
-    while left:
-        value = left.pop()
-        if any(value is cache for cache in caches):
-            return True
-        producer = value.producer()
-        if id(value) not in seen and producer is not None and producer.op_type != "Shape":
-            left += [v for v in producer.inputs if v is not None]
-        seen.add(id(value))
-    return False
 
 
 def _cached_layers(model: ir.Model) -> int:

@@ -91,8 +91,8 @@ def sweep(model: ir.Model) -> None:
         del initializers[name]
 
 
-def sources(values: Iterable[ir.Value]) -> set[str]:
-    """The names of the graph inputs that ``values`` are computed from."""
+def sources(values: Iterable[ir.Value], *, shapes: bool = True) -> set[str]:
+    """The names of the graph inputs that ``values`` are computed from; without ``shapes``, from what is in them."""
     found, seen, left = set(), set(), list(values)
     while left:
         value = left.pop()
@@ -101,7 +101,7 @@ def sources(values: Iterable[ir.Value]) -> set[str]:
         seen.add(id(value))
         if value.is_graph_input():
             found.add(str(value.name))
-        if (producer := value.producer()) is not None:
+        if (producer := value.producer()) is not None and (shapes or producer.op_type != "Shape"):
             left += [v for v in producer.inputs if v is not None]
     return found
 

@@ -123,11 +123,13 @@ class TextStream:
     def _begin(self) -> None:
         """Stand at the end of the prompt. A decoder that begins behind an unfinished character (or behind U+FFFD, which
         looks like one) would say all that it was given as context: such an end is fed to it, token by token."""
-        settled = len(self._context)
-        while self._codec.decode(self._context[:settled]).endswith(_UNFINISHED):
+        settled, whole = len(self._context), self._codec.decode(self._context)
+        before = whole
+        while before.endswith(_UNFINISHED):
             settled -= 1
+            before = self._codec.decode(self._context[:settled])
         self._decode = DecodeStream(ids=self._context[:settled], skip_special_tokens=True)
-        self._prompted = self._codec.decode(self._context)[len(self._codec.decode(self._context[:settled])) :]
+        self._prompted = whole[len(before) :]
         for token_id in self._context[settled:]:
             self._decode.step(self._codec.tokenizer, token_id)
 
