@@ -6,7 +6,6 @@ Everything is written beside the destination (``writing.aside``); any failure re
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -16,21 +15,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..bundle import FileEntry, Model, ModelEntry, file_entry
-from ..engines import ONE_ROW, open_engine
-from ..errors import EngineError, ExportError, UsageError
-from .capture import cache_shapes, capture
+from ..bundle import ModelEntry, file_entry
+from ..errors import ExportError, UsageError
+from .canonical import Canonical, capture_to, simplify_and_pack
 from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft
 from .draft_ids import DraftIds
 from .golden import Truth, compute_truth, save_golden
-from .pairing import Ids, Vocabulary
-from .parity import ImprecisionError, measure, measure_roomy
-from .passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
+from .pairing import Vocabulary
+from .parity import ImprecisionError, check_graph
+from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
 from .tree import to_tree, to_tree_gqa
-from .trimming import kept_mass, trimmed_head
 from .writing import aside, destination, write_manifest
 
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
@@ -88,16 +85,17 @@ def export_pair(
     with aside(place, progress) as folder:
         save_texts(sources["target"], folder)
         keep_readable(folder, progress)
-        progress(f"target: reading {sources['target']}")
-        checkpoint = load(sources["target"], contexts["target"])
-        sampling = choose_sampling(folder, checkpoint.sampling, progress)
-        entries = {"target": export_first(checkpoint, folder / "target", [precision], progress)}
-        ends = checkpoint.eos_token_ids
+        captured, sampling = _capture_target(sources["target"], contexts["target"], folder, progress)
+        canonical = simplify_and_pack(captured, progress)
+        entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
-            if not choice.itself:
-                progress(f"draft: reading {choice.source}")
-                checkpoint = load(choice.source, contexts["draft"])
-            entries["draft"] = _export_draft(checkpoint, folder / "draft", choice, draft_ids, ends, progress)
+            if not (choice.itself and draft_ids.wanted is None):
+                ends = canonical.entry.eos_token_ids
+                shutil.rmtree(canonical.graph.parent)
+                captured = _capture_draft(choice.source, contexts["draft"], folder, draft_ids, ends, progress)
+                canonical = simplify_and_pack(captured, progress)
+            entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, progress)
+        shutil.rmtree(folder / SCRATCH)
         progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
@@ -120,12 +118,44 @@ def _require_logits(target: Vocabulary) -> None:
         )
 
 
+def _capture_target(source: str, context: int, folder: Path, progress: Progress) -> tuple[Canonical, dict[str, float]]:
+    """The target, and its sampling defaults."""
+    checkpoint = _load("target", source, context, progress)
+    sampling = choose_sampling(folder, checkpoint.sampling, progress)
+    truth = _truth("target", checkpoint, progress)
+    canonical = capture_to(folder / SCRATCH / "target", checkpoint, truth, progress)
+    checkpoint.release()
+    return canonical, sampling
+
+
+def _capture_draft(
+    source: str, context: int, folder: Path, ids: DraftIds, ends: Sequence[int], progress: Progress
+) -> Canonical:
+    """``ends``: the target's ids that end a text."""
+    checkpoint = _load("draft", source, context, progress)
+    truth = _truth("draft", checkpoint, progress)
+    columns = ids.columns(checkpoint, truth, ends)
+    canonical = capture_to(folder / SCRATCH / "draft", checkpoint, truth, progress, columns)
+    checkpoint.release()
+    return canonical
+
+
+def _load(role: str, source: str, context: int, progress: Progress) -> Checkpoint:
+    progress(f"{role}: reading {source}")
+    return load(source, context)
+
+
+def _truth(role: str, checkpoint: Checkpoint, progress: Progress) -> Truth:
+    progress(f"{role}: reference logits of {checkpoint.architecture}")
+    return compute_truth(checkpoint)
+
+
 def _export_draft(
-    checkpoint: Checkpoint, folder: Path, choice: DraftChoice, ids: DraftIds, ends: Sequence[int], progress: Progress
+    canonical: Canonical, folder: Path, choice: DraftChoice, ids: DraftIds, progress: Progress
 ) -> ModelEntry:
-    columns = ids.columns(checkpoint, ends)
-    entry = export_first(checkpoint, folder, choice.precisions, progress, columns)
-    kept = np.arange(checkpoint.vocab_size) if columns is None else columns
+    entry = export_first(canonical, folder, choice.precisions, progress)
+    columns = canonical.columns
+    kept = np.arange(ids.match.outputs.size) if columns is None else columns
     notes = [ids.match.note] + ([ids.describe(kept)] if columns is not None else []) + [entry.note]
     if choice.itself:
         size = entry.files[BLOB].bytes / 1e6
@@ -136,125 +166,50 @@ def _export_draft(
     return dataclasses.replace(entry, files=files, note="; ".join(filter(None, notes)))
 
 
-def export_first(
-    checkpoint: Checkpoint, folder: Path, precisions: Sequence[str], progress: Progress, columns: Ids | None = None
-) -> ModelEntry:
+def export_first(canonical: Canonical, folder: Path, precisions: Sequence[str], progress: Progress) -> ModelEntry:
     """``export_model`` in the first of ``precisions`` that keeps close enough to the checkpoint."""
     first, *others = precisions
     folder.mkdir()
     try:
-        return export_model(checkpoint, folder, first, progress, columns)
+        return export_model(canonical, folder, first, progress)
     except ImprecisionError:
         if not others:
             raise
         progress(f"{folder.name}: {first} is too far from the checkpoint; trying {others[0]}")
         shutil.rmtree(folder)
-        return export_first(checkpoint, folder, others, progress, columns)
+        return export_first(canonical, folder, others, progress)
 
 
-def export_model(
-    checkpoint: Checkpoint, folder: Path, precision: str, progress: Progress, columns: Ids | None = None
-) -> ModelEntry:
-    """Capture, simplify, pack, quantise, lower; check after each. Writes everything of one model into ``folder``.
-
-    With ``columns`` (ids, in order) the graph gives the logits of those tokens alone.
-    """
-    role = folder.name
-    progress(f"{role}: reference logits of {checkpoint.architecture}")
-    shapes = cache_shapes(checkpoint.model)
-    whole = compute_truth(checkpoint)
-    truth, note = whole.of(columns), ""
-    if columns is not None:
-        note = f"{kept_mass(whole.logits, columns):.1%} of its own probability"
-        progress(f"{role}: head of {columns.size} of {checkpoint.vocab_size} tokens: {note}")
+def export_model(canonical: Canonical, folder: Path, precision: str, progress: Progress) -> ModelEntry:
+    """Quantise, lower; check after each. Writes everything of one model into ``folder``."""
+    entry = dataclasses.replace(canonical.entry, directory=folder.name, precision=precision)
+    truth, parity, files = canonical.truth, dict(entry.parity), {"canonical": GRAPH}
     save_golden(truth, folder / GOLDEN)
-    with trimmed_head(checkpoint.model, columns):
-        entry = ModelEntry(
-            directory=role,
-            architecture=checkpoint.architecture,
-            precision=precision,
-            dialect="slots",
-            dtype="float32",
-            vocab_size=checkpoint.vocab_size if columns is None else columns.size,
-            max_context=checkpoint.max_context,
-            parameters=checkpoint.model.num_parameters(),
-            cache=shapes,
-            eos_token_ids=checkpoint.eos_token_ids,
-            variants={},
-            files={},
-            note=note,
-        )
-        progress(f"{role}: capture")
-        graph = capture(checkpoint.model, shapes)
-    checks = _Checks(folder, entry, truth, progress)
-    checks.stage("capture", graph, "fp32")
-    simplify(graph, checkpoint.max_context)
-    checks.stage("simplify", graph, "fp32")
-    pack(graph)
+    cache_type = _save(canonical.graph, folder / GRAPH, precision)
     if precision != "fp32":
-        checks.stage("pack", graph, "fp32")
-        quantize(graph, precision)
-    ir.save(graph, folder / GRAPH, external_data=BLOB)
-    checks.variant("pack" if precision == "fp32" else precision, "canonical", GRAPH, precision)
+        parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
-        _save_variant(folder, name, lower, checks, precision)
-    cache_type = next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key")
+        graph = ir.load(folder / GRAPH)
+        if lower(graph):  # 0 layers changed: it would be the canonical graph again
+            files[name] = f"model.{name}.onnx"
+            ir.save(graph, folder / files[name])  # its weights stay references into the canonical graph's blob
+            parity[name] = check_graph(entry, truth, folder / files[name], name, progress, variant=name)
     return dataclasses.replace(
         entry,
         dtype="float16" if cache_type == ir.DataType.FLOAT16 else "float32",
-        variants={name: file_entry(folder / file) for name, file in checks.files.items()},
+        variants={name: file_entry(folder / file) for name, file in files.items()},
         files={name: file_entry(folder / name) for name in (BLOB, GOLDEN)},
-        parity=checks.found,
+        parity=parity,
     )
 
 
-def _save_variant(folder: Path, name: str, lower: Callable[[ir.Model], int], checks: _Checks, precision: str) -> None:
-    """A lowered copy of the canonical graph: its weights stay references into the canonical graph's blob."""
-    graph = ir.load(folder / GRAPH)
-    if lower(graph):  # 0 layers changed: it would be the canonical graph again
-        file = f"model.{name}.onnx"
-        ir.save(graph, folder / file)
-        checks.variant(name, name, file, precision)
-
-
-class _Checks:
-    """Parity after each step of one model: ``found`` by step, ``files`` by variant."""
-
-    def __init__(self, folder: Path, entry: ModelEntry, truth: Truth, progress: Progress) -> None:
-        self.folder, self.entry, self.truth, self.progress = folder, entry, truth, progress
-        self.found: dict[str, float] = {}
-        self.files: dict[str, str] = {}
-
-    def stage(self, step: str, graph: ir.Model, precision: str) -> None:
-        """Check a graph that is not kept."""
-        scratch = self.folder / SCRATCH
-        scratch.mkdir()
-        ir.save(graph, scratch / GRAPH, external_data=BLOB)
-        self._measure(step, scratch, "canonical", GRAPH, precision)
-        shutil.rmtree(scratch)
-
-    def variant(self, step: str, variant: str, file: str, precision: str) -> None:
-        """Check a graph of the bundle."""
-        self.files[variant] = file
-        self._measure(step, self.folder, variant, file, precision)
-
-    def _measure(self, step: str, folder: Path, variant: str, file: str, precision: str) -> None:
-        entry = dataclasses.replace(self.entry, variants={variant: FileEntry(file, "", 0)})
-        named = f"{self.entry.architecture}, {step}"
-        try:
-            engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1, variant=variant)
-            try:
-                parity = measure(self.truth, engine, batched=variant not in ONE_ROW)
-                roomy = measure_roomy(self.truth, engine)
-            finally:
-                engine.close()
-        except EngineError as error:  # the folder is about to vanish: name what the user knows
-            reason = str(error).removeprefix(f"{folder / file}: ").replace(str(folder / file), "the graph")
-            raise ExportError(f"{self.folder.name}: {named}: {reason}") from None
-        self.progress(f"{self.folder.name}: {step}: {parity.describe(precision)}")
-        parity.require(named, precision)
-        roomy.require(f"{named}: its attention depends on the cache's capacity", precision)
-        self.found[step] = parity.difference
+def _save(canonical: Path, place: Path, precision: str) -> ir.DataType | None:
+    """Write the canonical graph in a precision, weights and all. Returns the type of its cache."""
+    graph = ir.load(canonical)
+    if precision != "fp32":
+        quantize(graph, precision)
+    ir.save(graph, place, external_data=BLOB)
+    return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key")
 
 
 def _provenance(sources: dict[str, str], configs: dict[str, Any]) -> dict[str, str]:

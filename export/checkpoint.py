@@ -22,6 +22,13 @@ from ..engines.providers import first_line
 from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
 
+# What a model gives beside its logits, and in which form, changes none of them: config.json may ask for what it likes.
+OUTPUTS = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+}
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -44,6 +51,12 @@ class Checkpoint:
     @property
     def architecture(self) -> str:
         return type(self.model).__name__
+
+    def release(self) -> None:
+        """Free the memory of the weights, whoever still refers to them (torch's exporter does to what it saw last): the
+        model is of no more use."""
+        for weight in self.model.parameters():
+            weight.data = torch.empty(0)
 
 
 def read_config(source: str | Path) -> Any:
@@ -153,6 +166,10 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
         raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
     if fault := _fault(report, list(model.state_dict()), config):
         raise ExportError(f"'{source}' cannot be exported: {fault}")
+    for each in (model.config, model.config.get_text_config()):
+        for name, value in OUTPUTS.items():
+            if hasattr(each, name):
+                setattr(each, name, value)
     return model
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import ExportError, UsageError
 from .checkpoint import Checkpoint
+from .golden import Truth
 from .other_tokenizer import is_foreign, match_bytes, require_coverage
 from .pairing import Ids, Match, Vocabulary, match
 from .trimming import Wanted, read_wanted
@@ -37,10 +38,11 @@ class DraftIds:
             return cls(found, None)
         return cls(found, read_wanted(asked, draft.tokenizer or target.tokenizer, draft.logits, texts))
 
-    def columns(self, checkpoint: Checkpoint, ends: Sequence[int]) -> Ids | None:
+    def columns(self, checkpoint: Checkpoint, truth: Truth, ends: Sequence[int]) -> Ids | None:
         """The draft's ids whose logits its graph shall give, in order; None for all: a head that nobody asked to trim
-        stays, padding too, for it may be one table with the embedding. ``ends``: the target's ids that end a text,
-        which the draft must be able to say. Raises ExportError if the checkpoint has another head."""
+        stays, padding too, for it may be one table with the embedding. ``truth``: the draft's logits in text of its
+        own; ``ends``: the target's ids that end a text, which the draft must be able to say. Raises ExportError if the
+        checkpoint has another head."""
         if checkpoint.vocab_size != self.match.outputs.size:
             raise ExportError(
                 f"'{checkpoint.source}': config.json says {self.match.outputs.size} tokens, its head has"
@@ -48,7 +50,7 @@ class DraftIds:
             )
         if self.match.tokenizer is not None:
             self._join_ends(checkpoint.eos_token_ids, ends)
-            require_coverage(checkpoint, self.match.columns)
+            require_coverage(checkpoint.source, truth.logits, self.match.columns)
         if self.wanted is None:
             return None
         can_end = np.flatnonzero(np.isin(self.match.outputs, ends)).tolist()

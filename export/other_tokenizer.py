@@ -11,10 +11,9 @@ import re
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ExportError
-from .checkpoint import Checkpoint
-from .golden import compute_truth
 from .pairing import Match, Vocabulary
 from .trimming import kept_mass
 
@@ -53,14 +52,13 @@ def match_bytes(target: Vocabulary, draft: Vocabulary) -> Match:
     return Match(outputs, None, target.logits, note, draft.path)
 
 
-def require_coverage(checkpoint: Checkpoint, columns: Any) -> float:
-    """The share of the draft's probability, in text of its own, that lies on ``columns``. Raises ExportError below
-    LEAST."""
-    truth = compute_truth(checkpoint)
-    mass = kept_mass(truth.logits, columns)
+def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> float:
+    """The share of the probability of the draft ``source``, by ``logits`` [..., V] in text of its own, that lies on
+    ``columns``. Raises ExportError below LEAST."""
+    mass = kept_mass(logits, columns)
     if mass < LEAST:
         raise ExportError(
-            f"draft '{checkpoint.source}' writes tokens that the target has with {mass:.0%} of its probability, needed"
+            f"draft '{source}' writes tokens that the target has with {mass:.0%} of its probability, needed"
             f" are {LEAST:.0%}; choose a draft whose tokenizer is closer to the target's"
         )
     return mass

@@ -9,15 +9,19 @@ what is attended to may depend on positions, never on how many slots there are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines import Engine
+from ..bundle import FileEntry, Model, ModelEntry
+from ..engines import ONE_ROW, Engine, open_engine
 from ..engines.base import TreeEngine
-from ..errors import ExportError
+from ..errors import EngineError, ExportError
 from .golden import Truth
 
 STEP = 5  # tokens, or as many as a row has behind its first
@@ -65,6 +69,31 @@ class Parity:
                 f" {self.agreement:.0%} of positions (allowed: {LOOSE_DIVERGENCE} and {LOOSE_AGREEMENT:.0%});"
                 " nothing was written, take a higher precision"
             )
+
+
+def check_graph(
+    entry: ModelEntry, truth: Truth, graph: Path, step: str, progress: Callable[[str], None], variant: str = "canonical"
+) -> float:
+    """The largest difference between a graph's logits and ``truth``, told to ``progress`` as what ``step`` made.
+    Raises ExportError (ImprecisionError below fp32) naming both if it is not what the precision of ``entry`` explains,
+    or the engine cannot run it."""
+    named = f"{entry.architecture}, {step}"
+    there = dataclasses.replace(entry, variants={variant: FileEntry(graph.name, "", 0)})
+    gc.collect()  # graphs refer to themselves in circles: the weights of the step before go before these are packed
+    try:
+        engine = open_engine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant)
+        try:
+            parity = measure(truth, engine, batched=variant not in ONE_ROW)
+            roomy = measure_roomy(truth, engine)
+        finally:
+            engine.close()
+    except EngineError as error:  # the folder is about to vanish: name what the user knows
+        reason = str(error).removeprefix(f"{graph}: ").replace(str(graph), "the graph")
+        raise ExportError(f"{entry.directory}: {named}: {reason}") from None
+    progress(f"{entry.directory}: {step}: {parity.describe(entry.precision)}")
+    parity.require(named, entry.precision)
+    roomy.require(f"{named}: its attention depends on the cache's capacity", entry.precision)
+    return parity.difference
 
 
 def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:

@@ -190,7 +190,7 @@ def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value, width: i
     last = constant(model, "int8.last_axis", np.array([-1], np.int64))
     peak = node(model, before, "ReduceMax", [node(model, before, "Abs", [value]), last], keepdims=1)
     scale = node(model, before, "Mul", [peak, constant(model, "int8.step", np.array(1 / 127, np.float32))])
-    scale.shape = ir.Shape([*dims(value)[:-1], 1]) if dims(value) else None
+    scale.shape, scale.dtype = ir.Shape([*dims(value)[:-1], 1]) if dims(value) else None, ir.DataType.FLOAT
     middle = _middle(model, before, scale)
     levels = node(model, before, "QuantizeLinear", [value, scale, middle], axis=-1, block_size=width)
     return levels, scale

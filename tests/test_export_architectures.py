@@ -21,7 +21,9 @@ from leadout.engines import open_engine  # noqa: E402
 from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
+from leadout.export.canonical import capture_to, simplify_and_pack  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
+from leadout.export.golden import compute_truth  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 
 BASE: dict[str, Any] = {
@@ -125,7 +127,8 @@ def tiny(name: str, **changes: Any) -> Checkpoint:
 
 def build(checkpoint: Checkpoint, folder: Path, progress: Callable[[str], None] = silent) -> Any:
     folder.mkdir()
-    return export_model(checkpoint, folder, "fp32", progress)
+    captured = capture_to(folder.parent / "scratch" / folder.name, checkpoint, compute_truth(checkpoint), progress)
+    return export_model(simplify_and_pack(captured, progress), folder, "fp32", progress)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
-from leadout.export import build  # noqa: E402
-from leadout.export.build import export_pair  # noqa: E402
+from leadout.export import canonical  # noqa: E402
+from leadout.export.build import export_pair, require_there  # noqa: E402
 from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -125,7 +126,7 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
-    assert build.require_there("owner/name") == "owner/name", "a hub's to know"
+    assert require_there("owner/name") == "owner/name", "a hub's to know"
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -266,10 +267,40 @@ def test_a_graph_that_is_not_the_model_is_never_written(
         weight = next(v for k, v in graph.graph.initializers.items() if k.endswith("o_proj.weight"))
         weight.const_value = ir.tensor(weight.const_value.numpy() * 1.01)
 
-    monkeypatch.setattr(build, "simplify", damage)
+    monkeypatch.setattr(canonical, "simplify", damage)
     with pytest.raises(ExportError, match="LlamaForCausalLM, simplify: logits differ from transformers by"):
         export_pair(save(), None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def torch_bytes() -> int:
+    """What torch holds in tensors that can be found."""
+    found = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and type(o).__name__ != "FakeTensor")
+    return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}.values())
+
+
+def test_torch_has_let_go_of_the_weights_before_a_graph_is_checked(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watched(*args: Any, **kwargs: Any) -> float:
+        held.append(torch_bytes())
+        return check(*args, **kwargs)
+
+    held, check, checkpoint = list[int](), canonical.check_graph, save(tie_word_embeddings=False)
+    gc.collect()
+    before, weights = torch_bytes(), (checkpoint / "model.safetensors").stat().st_size
+    monkeypatch.setattr(canonical, "check_graph", watched)
+    export_pair(checkpoint, None, tmp_path / "out")
+    assert len(held) == 3 and max(held) < before + weights / 20
+
+
+def test_a_target_that_drafts_for_itself_is_captured_once(save: Save, tmp_path: Path) -> None:
+    said = list[str]()
+    bundle = export_pair(save(), "self:int8", tmp_path / "out", progress=said.append)
+    assert sum(line.endswith(": capture") for line in said) == sum("reading" in line for line in said) == 1
+    target, draft = (Bundle.read(bundle).manifest.models[role] for role in ("target", "draft"))
+    assert set(draft.parity) - set(target.parity) == {"int8"}
+    assert not list(bundle.rglob("*scratch*")) and not list(bundle.rglob("capture*"))
 
 
 def test_the_bundle_says_what_the_checkpoints_said(mixed: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from leadout.errors import ExportError  # noqa: E402
+from leadout.export.capture import cache_shapes  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import LENGTH, ROWS, compute_truth  # noqa: E402
 
@@ -49,6 +52,28 @@ def test_rows_are_drawn_from_the_model_whatever_its_generation_config_asks(
     assert truth.tokens.shape == (ROWS, LENGTH)
     assert np.array_equal(truth.tokens, plain.tokens) and np.array_equal(truth.logits, plain.logits)
     assert checkpoint.model.generation_config is own
+
+
+@pytest.mark.parametrize("asked", [{"return_dict": False}, {"return_dict": None}, {"output_attentions": True}])
+def test_the_form_of_outputs_that_a_config_asks_for_is_passed_over(
+    checkpoint: Checkpoint, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    source = Path(shutil.copytree(checkpoint.source, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | asked))
+    found = load(source)
+    assert cache_shapes(found.model) == cache_shapes(checkpoint.model)
+    assert np.array_equal(compute_truth(found).logits, compute_truth(checkpoint).logits)
+    assert found.model(torch.tensor([[1, 2]])).keys() == {"logits", "past_key_values"}
+
+
+def test_what_routers_say_is_not_asked_for(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MixtralConfig(
+        **sizes, num_hidden_layers=1, intermediate_size=32, num_local_experts=2, output_router_logits=True
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load(tmp_path).model(torch.tensor([[1, 2]])).keys() == {"logits", "past_key_values"}
 
 
 @pytest.mark.parametrize("context", [2, LENGTH])

@@ -64,6 +64,12 @@ def test_int8_uses_standard_operators_only_and_shares_inputs() -> None:
     assert "MatMul" not in counts
 
 
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+def test_no_value_has_a_shape_and_no_type(precision: str) -> None:
+    values = [value for n in quantised(Shape(), precision).graph for value in n.outputs]
+    assert [v.name for v in values if v.shape is not None and v.dtype is None] == []  # onnx-ir warns of each, aloud
+
+
 def test_products_that_read_one_value_share_its_quantisation() -> None:
     model = graph(Shape())
     simplify(model)

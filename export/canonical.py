@@ -1,0 +1,98 @@
+"""How a checkpoint becomes a canonical graph on disk: captured, simplified, packed, and checked after each.
+
+From its capture on a model's weights are files that are mapped, and torch lets go of its own: so an export needs the
+memory of the weights in float32 once, be it torch's or what ONNX Runtime packs for a check, and not of all its copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+
+from ..bundle import ModelEntry
+from .capture import cache_shapes, capture
+from .checkpoint import Checkpoint
+from .golden import Truth
+from .pairing import Ids
+from .parity import check_graph
+from .passes import pack, simplify
+from .trimming import kept_mass, trimmed_head
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Canonical:
+    """A model as ``graph``, a file in float32 whose weights lie beside it, and the logits it ought to give.
+
+    ``entry`` says what holds in every precision and variant, with the parity of the steps so far; ``columns`` are the
+    ids, in order, of its logits (None: all).
+    """
+
+    graph: Path
+    entry: ModelEntry
+    truth: Truth
+    columns: Ids | None = None
+
+    def checked(self, step: str, graph: Path, progress: Callable[[str], None]) -> Canonical:
+        """What ``step`` made of it. Raises ExportError if that gives other logits."""
+        found = check_graph(self.entry, self.truth, graph, step, progress)
+        entry = dataclasses.replace(self.entry, parity={**self.entry.parity, step: found})
+        return dataclasses.replace(self, graph=graph, entry=entry)
+
+
+def capture_to(
+    folder: Path, checkpoint: Checkpoint, truth: Truth, progress: Callable[[str], None], columns: Ids | None = None
+) -> Canonical:
+    """Capture a checkpoint, whose logits are ``truth``, into a new ``folder`` that has the name of its role. With
+    ``columns`` the graph gives the logits of those tokens alone. Not checked yet: the caller may release the
+    checkpoint first."""
+    role, note = folder.name, ""
+    if columns is not None:
+        note = f"{kept_mass(truth.logits, columns):.1%} of its own probability"
+        progress(f"{role}: head of {columns.size} of {checkpoint.vocab_size} tokens: {note}")
+    shapes = cache_shapes(checkpoint.model)
+    with trimmed_head(checkpoint.model, columns):
+        entry = ModelEntry(
+            directory=role,
+            architecture=checkpoint.architecture,
+            precision="fp32",
+            dialect="slots",
+            dtype="float32",
+            vocab_size=checkpoint.vocab_size if columns is None else columns.size,
+            max_context=checkpoint.max_context,
+            parameters=checkpoint.model.num_parameters(),
+            cache=shapes,
+            eos_token_ids=checkpoint.eos_token_ids,
+            variants={},
+            files={},
+            note=note,
+        )
+        progress(f"{role}: capture")
+        graph = capture(checkpoint.model, shapes)
+        folder.mkdir(parents=True)
+        ir.save(graph, folder / "capture.onnx", external_data="capture.data")
+    for value in graph.graph.initializers.values():
+        value.const_value = None  # views of the weights, in a graph that the exporter goes on referring to
+    return Canonical(folder / "capture.onnx", entry, truth.of(columns), columns)
+
+
+def simplify_and_pack(captured: Canonical, progress: Callable[[str], None]) -> Canonical:
+    """Check what was captured; simplify and check; pack and check. The last one's files are left in its folder."""
+    folder = captured.graph.parent
+    captured = captured.checked("capture", captured.graph, progress)
+    graph = ir.load(captured.graph)
+    simplify(graph, captured.entry.max_context)
+    ir.save(graph, folder / "simplify.onnx")  # its weights stay references into capture.data
+    simple = captured.checked("simplify", folder / "simplify.onnx", progress)
+    _pack(simple.graph, folder / "pack.onnx")
+    for name in ("capture.onnx", "capture.data", "simplify.onnx"):
+        (folder / name).unlink(missing_ok=True)
+    return simple.checked("pack", folder / "pack.onnx", progress)
+
+
+def _pack(simple: Path, packed: Path) -> None:
+    graph = ir.load(simple)
+    pack(graph)
+    ir.save(graph, packed, external_data="pack.data")
