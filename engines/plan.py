@@ -25,20 +25,24 @@ _KERNELS = 8 << 20  # what an engine holds beside its weights, measured with Ten
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What is planned for: rows, drafted tokens a round, tokens of context; ``capacity``: an engine's slots a row
-    (None: context and draft), ``precision``: of an engine. ONNX Runtime takes both from the bundle."""
+    (None: context and draft), ``precision``: of an engine (None: fp16). Both are an engine's alone."""
 
     provider: str
     batch: int
     draft_length: int
     context: int
-    precision: str = "fp16"
+    precision: str | None = None
     capacity: int | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError naming the legal range."""
         for name, choices in (("provider", PLANNED), ("precision", tuple(PRECISIONS))):
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{name} '{getattr(self, name)}' is unknown (one of: {', '.join(choices)})")
+            if (value := getattr(self, name)) is not None and value not in choices:
+                raise UsageError(f"{name} '{value}' is unknown (one of: {', '.join(choices)})")
+        if self.precision is not None and not self.built:
+            raise UsageError(
+                f"precision is an engine's; provider '{self.provider}' runs a bundle in that of its export"
+            )
         for name, (least, most) in {"batch": (1, MOST_ROWS), "draft_length": (0, MOST_DRAFTED)}.items():
             if not least <= (value := getattr(self, name)) <= most:
                 raise UsageError(f"{name.replace('_', '-')} must be from {least} to {most}, not {shown(value)}")
@@ -51,6 +55,11 @@ class Load:
     def built(self) -> bool:
         """Whether the provider runs engines."""
         return self.provider.startswith("tensorrt")
+
+    @property
+    def engine_precision(self) -> str:
+        """Of engines, where the provider runs them."""
+        return "fp16" if self.precision is None else self.precision
 
     def _check_capacity(self, capacity: int) -> None:
         if not self.built:
@@ -84,7 +93,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     """The memory of one model. Raises UsageError if context or capacity are beyond the model's, ExportError for one of
     which no such engine can be built."""
     if load.built:
-        require_buildable(model, load.precision)
+        require_buildable(model, load.engine_precision)
     if load.context > model.max_context:
         raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
     if load.capacity is not None and load.capacity > (most := longest(load, model)):
@@ -123,7 +132,7 @@ def fitting(load: Load, model: ModelEntry) -> Load:
 
 def describe(memories: Mapping[str, Memory], load: Load, models: Mapping[str, ModelEntry]) -> dict[str, Any]:
     """The plan as JSON can hold it; sizes in bytes. ``precision`` is the engines', or that of each model."""
-    precisions = {role: load.precision if load.built else model.precision for role, model in models.items()}
+    precisions = {role: load.engine_precision if load.built else model.precision for role, model in models.items()}
     described = {
         role: {"precision": precisions[role], **dataclasses.asdict(memory), "total": memory.total}
         for role, memory in memories.items()
@@ -135,7 +144,7 @@ def describe(memories: Mapping[str, Memory], load: Load, models: Mapping[str, Mo
 def _bytes_of_numbers(model: ModelEntry, load: Load) -> int:
     """Of cache and activations."""
     if load.built:
-        return 4 if load.precision == "fp32" else 2
+        return 4 if load.engine_precision == "fp32" else 2
     return 2 if model.dtype == "float16" else 4
 
 
@@ -143,7 +152,7 @@ def _weights(model: ModelEntry, load: Load) -> int:
     if load.built:
         table = min(model.parameters, int(model.vocab_size * _hidden(model)))  # the embedding stays 16 bits wide
         rest = model.parameters - table
-        size = PRECISIONS[load.precision]
+        size = PRECISIONS[load.engine_precision]
         return _KERNELS + int(rest * size + table * max(size, 2.0))
     stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
     # On a CPU one row and many take two graphs of the bundle, and each session packs the weights for itself.

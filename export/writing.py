@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -13,6 +14,11 @@ from pathlib import Path
 
 from ..bundle import FORMAT, MANIFEST, Manifest, ModelEntry, check_manifest, dump, file_entry
 from ..errors import BundleError, ExportError
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 
 def destination(out: str | Path) -> Path:
@@ -28,29 +34,93 @@ def destination(out: str | Path) -> Path:
 
 @contextlib.contextmanager
 def aside(place: Path, progress: Callable[[str], None]) -> Iterator[Path]:
-    """A directory beside ``place`` that takes its place if all goes well and vanishes if not. Tells ``progress`` where
-    a bundle will be replaced. Raises ExportError if nothing can be written there."""
-    folder = place.with_name(f".{place.name}.{os.getpid()}.partial")
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    """A directory beside ``place`` that takes its place if all goes well and vanishes if not; what processes that were
+    killed left there vanishes, too. Tells ``progress`` where a bundle will be replaced. Raises ExportError if nothing
+    can be written there."""
+    folder, old = _beside(place, os.getpid())
     with _named(place):
         place.parent.mkdir(parents=True, exist_ok=True)
+        _clear(place, progress)
         folder.mkdir()
     try:
-        if (place / MANIFEST).is_file():
-            progress(f"replacing the bundle at {place}, with its engines and tuned.json")
-        yield folder
-        with _named(place):
-            if place.exists():
-                place.rename(old)
-            try:
+        with _lock(folder):
+            if (place / MANIFEST).is_file():
+                progress(f"replacing the bundle at {place}, with its engines and tuned.json")
+            yield folder
+            with _named(place):
+                if place.exists():
+                    place.rename(old)
                 folder.rename(place)
-            except BaseException:
-                if old.exists():
-                    old.rename(place)
-                raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _discard(place, os.getpid())
+
+
+def _beside(place: Path, process: int) -> tuple[Path, Path]:
+    """Where a process writes a bundle, and where it puts the one that was there while they change places."""
+    folder, old = (place.with_name(f".{place.name}.{process}.{kind}") for kind in ("partial", "old"))
+    return folder, old
+
+
+def _discard(place: Path, process: int) -> None:
+    """Remove what a process has beside ``place``; a bundle that has lost its place to none comes back."""
+    folder, old = _beside(place, process)
+    if old.exists() and not place.exists():
+        with _named(place):
+            old.rename(place)
+    for path in (folder, old):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _clear(place: Path, progress: Callable[[str], None]) -> None:
+    """Discard what exports to ``place`` left whose processes are gone: killed, they could not."""
+    ours = re.compile(re.escape(f".{place.name}.") + r"([1-9]\d{0,8})\.(partial|old)")
+    with contextlib.suppress(PermissionError):  # a folder may be open to those who know its names alone
+        for process in sorted(
+            {int(found[1]) for path in place.parent.iterdir() if (found := ours.fullmatch(path.name))}
+        ):
+            if _is_gone(place, process):
+                progress(f"removing what an export that was killed left beside {place}")
+                _discard(place, process)
+
+
+def _is_gone(place: Path, process: int) -> bool:
+    """Whether a process that wrote beside ``place`` has ended. None may have its number, but for this one, which has
+    not begun; and none may hold the lock, for processes of another container, say, have numbers of their own."""
+    folder, old = _beside(place, process)
+    try:
+        with _lock(folder if folder.exists() else old) as free:
+            return free and (process == os.getpid() or not _is_alive(process))
+    except OSError:  # no such directory any more, or somebody else's
+        return False
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a directory, which nobody keeps beyond the end of a process. Gives whether it was to be had:
+    where another has it, and on systems without locks, it is not."""
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        had = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            had = False
+        yield had
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -204,13 +204,19 @@ def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: boo
 
 
 def check_turns(pair: Pair, prompts: list[list[int]]) -> Check:
-    """The second turn of a conversation, from what the cache holds of the first, against the same read whole."""
+    """The second turn of a conversation, from what the cache holds of the first, against the same read whole. A short
+    context cuts the first answer, so that the second turn ends before it."""
     wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS // 3, "ignore_eos": True}
+    name, context = "greedy: the next turn against read whole", pair.target.spec.max_context
     turns, found = [], []
     for prompt in prompts:
-        turns.append([*prompt, *pair.generate(prompt, **wanted).token_ids, *prompt[:2]])
+        said = prompt[:2]
+        if (room := context - len(prompt) - len(said) - 1) < 1:
+            return Check(name, True, f"left out: a context of {context} tokens is too short for two turns")
+        first = wanted | {"max_new_tokens": min(NEW_TOKENS // 3, room)}
+        turns.append([*prompt, *pair.generate(prompt, **first).token_ids, *said])
         found.append(pair.generate(turns[-1], **wanted).token_ids)
-    return same("greedy: the next turn against read whole", answers(pair, turns, **wanted), found)
+    return same(name, answers(pair, turns, **wanted), found)
 
 
 def check_siblings(pair: Pair, prompts: list[list[int]]) -> Check:

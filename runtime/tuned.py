@@ -17,8 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ..bundle import MANIFEST, Bundle, parse, read_json
-from ..errors import BundleError, UsageError, shown
+from ..errors import BundleError, shown
 from .costs import PARTS, Cost
+from .ranges import integer
 from .settings import MAX_GUESS_LENGTH
 
 FORMAT = 2
@@ -76,13 +77,8 @@ def this_device(
 ) -> Device:
     """The machine this runs on, as it is used: what is None is filled in as ``load`` says. Raises UsageError for fewer
     threads than one, or more than MOST_THREADS."""
-    threads = cores() if threads is None else threads
-    draft_threads = threads if draft_threads is None else draft_threads
-    for name, count in (("threads", threads), ("draft_threads", draft_threads)):
-        if count < 1:
-            raise UsageError(f"{name} must be at least 1, not {count}")
-        if count > MOST_THREADS:
-            raise UsageError(f"{name} must be at most {MOST_THREADS}, not {count}")
+    threads = integer("threads", cores() if threads is None else threads, 1, MOST_THREADS)
+    draft_threads = integer("draft_threads", threads if draft_threads is None else draft_threads, 1, MOST_THREADS)
     return Device(
         processor=processor(),
         cores=os.cpu_count() or 1,

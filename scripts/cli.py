@@ -1,16 +1,21 @@
 """The command line: which commands there are, and what becomes of an error.
 
 Commands are imported when used, so that `leadout --help` needs neither a runtime nor PyTorch. Results go to stdout,
-progress and summaries to stderr; the exit code is the error's own (see ``leadout.errors``).
+progress and summaries to stderr; the exit code is the error's own (see ``leadout.errors``), or 128 and the number of
+the signal that ended it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import io
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +46,106 @@ class Commands(click.Group):
             ctx.fail(f"no command '{args[0]}'; did you mean '{near[0]}'?")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         open_streams()
         try:
-            return super().invoke(ctx)
+            return super().main(*args, **kwargs)
+        except OSError as error:  # a closed pipe ends in silence before it comes here
+            if error.filename not in STREAMS:
+                raise
+            complain(f"cannot write to {error.filename}: {error.strerror or error}")
+            sys.exit(1)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with stopped_by_signals():
+                return super().invoke(ctx)
+        except Stopped as stopped:
+            complain(f"stopped by {stopped.signal.name}")
+            ctx.exit(128 + stopped.signal)
         except LeadoutError as error:
-            click.echo("leadout: " + " ".join(str(error).split()), err=True)
+            complain(" ".join(str(error).split()))
             ctx.exit(error.exit_code)
 
 
+def complain(line: str) -> None:
+    """Say on stderr why a command ends; where nobody can be told, the exit code remains."""
+    with contextlib.suppress(OSError):
+        click.echo(f"leadout: {line}", err=True)
+
+
+STREAMS = ("stdout", "stderr")
+
+
 def open_streams() -> None:
-    """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes."""
-    for name in ("stdout", "stderr"):
+    """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes.
+    One that takes nothing, on a full disk for instance, says which it is."""
+    for name in STREAMS:
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # for good
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
+        elif isinstance(stream, io.TextIOWrapper):
+            if stream.errors == "strict":
+                stream.reconfigure(errors="replace")
+            setattr(sys, name, NamedStream(stream, name))
+
+
+class NamedStream:
+    """A stream whose errors name it, as those of files do: ``filename`` of an OSError is its name. What it did not take
+    is not tried again, for Python's last flush would complain once more."""
+
+    def __init__(self, stream: io.TextIOWrapper, name: str) -> None:
+        self._stream, self._name, self._broken = stream, name, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        if not self._broken:
+            with self._named():
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._broken, error.filename = True, self._name
+            raise
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal that asks the process to end; what Ctrl-C undoes is undone."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise Stopped inside, once: a terminal that closes sends more than one, and what they end must
+    come to its end. One that is ignored, as under nohup, stays so."""
+
+    def stop(number: int, frame: object) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    main_thread = threading.current_thread() is threading.main_thread()  # no other may say what a signal does
+    ours = [number for number in known if main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @click.group(

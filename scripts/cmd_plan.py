@@ -37,9 +37,7 @@ MEGABYTE = 1e6
 @click.option(
     "--precision",
     type=click.Choice(("fp32", "fp16", "bf16", "int4")),
-    default="fp16",
-    show_default=True,
-    help="Of an engine; ONNX Runtime runs the bundle's own.",
+    help="Of an engine; ONNX Runtime runs the bundle's own. [default: fp16]",
 )
 @click.option("--capacity", type=int, metavar="M", help="An engine's slots a row. [default: the context and a draft]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, in bytes.")
@@ -49,7 +47,7 @@ def command(
     draft_length: int,
     context: int | None,
     provider: str,
-    precision: str,
+    precision: str | None,
     capacity: int | None,
     as_json: bool,
 ) -> None:
@@ -81,7 +79,7 @@ def show(memories: dict[str, Memory], load: Load) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    what = f"{load.provider}{f' in {load.precision}' if load.built else ''}"
+    what = f"{load.provider}{f' in {load.engine_precision}' if load.built else ''}"
     title = f"MB on {what}: batch {load.batch}, drafts of {load.draft_length}, context {load.context}"
     table = Table("", *memories, "total")
     for name, label in (

@@ -150,6 +150,27 @@ def test_a_graph_that_the_draft_lacks_is_left_out_of_the_report_by_name(tiny_bun
     assert details["nonpad"] == "left out: the draft has no such graph" and "prompts" in details["grouped"]
 
 
+@pytest.mark.parametrize(
+    ("context", "turns"),
+    [
+        (2, "left out: a context of 2 tokens is too short for two turns"),
+        (3, "left out: a context of 3 tokens is too short for two turns"),
+        (4, "3 tokens of 3 prompts"),
+        (7, "3 tokens of 3 prompts"),
+    ],
+)
+def test_of_a_short_context_what_fits_is_checked(tiny_bundle: Path, tmp_path: Path, context: int, turns: str) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    manifest = json.loads((bundle / "leadout.json").read_text())
+    for model in manifest["models"].values():
+        model["max_context"] = context
+    (bundle / "leadout.json").write_text(json.dumps(manifest))
+    found = {each.name: each for each in check.check_tokens(Bundle.read(bundle), {"target": "cpu", "draft": "cpu"}, 1)}
+    assert [each for each in found.values() if not each.ok] == []
+    assert found["greedy: the next turn against read whole"].detail == turns
+    assert "greedy: batch against alone, nonpad" in found, "those behind it, too"
+
+
 @pytest.mark.slow
 def test_bench_notices_a_draft_that_changes_the_text(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every draft accepted unseen, the answers are no longer the target's: identical_outputs must say so."""

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -223,6 +224,61 @@ def test_a_stream_that_is_closed_or_knows_few_characters_fails_nothing(root: Pat
     assert done.stdout == b"a??b\n"
 
 
+@pytest.mark.parametrize("command", [("--help",), ("doctor", "--json"), ("plan",)])
+def test_a_stream_that_takes_nothing_ends_a_command_in_one_line(tiny_bundle: Path, command: tuple[str, ...]) -> None:
+    program = [
+        sys.executable,
+        "-m",
+        "leadout.scripts.cli",
+        *command,
+        *([str(tiny_bundle)] if command == ("plan",) else []),
+    ]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    line = "leadout: cannot write to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+WAITS = """
+import signal, sys, time, types
+from leadout.export.writing import aside
+from leadout.scripts.cli import main
+
+def export_pair(target, draft, out, *, progress, **others):
+    with aside(out, progress):
+        progress("waiting")
+        time.sleep(60)
+
+sys.modules["leadout.export.build"] = types.SimpleNamespace(export_pair=export_pair)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
+main(["export", "x", "-o", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "code", "line"),
+    [
+        (["SIGTERM"], 143, "leadout: stopped by SIGTERM\n"),
+        (["SIGHUP"], 129, "leadout: stopped by SIGHUP\n"),
+        (["SIGINT"], 1, "\nAborted!\n"),
+        (["nohup", "SIGHUP", "SIGTERM"], 143, "leadout: stopped by SIGTERM\n"),
+    ],
+)
+def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: list[str], code: int, line: str) -> None:
+    program = [sys.executable, "-c", WAITS, str(tmp_path / "out"), *signals]
+    with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None and child.stderr.readline() == "waiting\n"
+        for name in signals[signals[0] == "nohup" :]:
+            child.send_signal(getattr(signal, name))
+        assert (child.stderr.read(), child.wait()) == (line, code)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("export", "doctor")])
 def test_a_bundle_without_a_name_is_not_the_one_in_the_current_directory(
     name: str, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,8 +292,8 @@ def test_a_bundle_without_a_name_is_not_the_one_in_the_current_directory(
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--threads", "0"), 2, "threads must be at least 1, not 0"),
-        (("--threads", "99999999999"), 2, "threads must be at most 1024, not 99999999999"),
+        (("--threads", "0"), 2, "threads must be an integer from 1 to 1024, not 0"),
+        (("--threads", "99999999999"), 2, "threads must be an integer from 1 to 1024, not 99999999999"),
         (("--draft-provider", "cuda"), 5, "provider 'cuda' is not in this onnxruntime"),
         (("--draft-provider", "ort-tensorrt"), 5, "provider 'ort-tensorrt' is not in this onnxruntime"),
         (("--draft-provider", "tensorrt"), 5, "tensorrt does not load"),

@@ -110,6 +110,14 @@ def test_more_of_anything_takes_more(tmp_path: Path) -> None:
         ({"context": 0}, "context must be at least 1, not 0"),
         ({"provider": "tpu"}, "provider 'tpu' is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
+        ({"precision": ""}, "precision '' is unknown"),
+        *(
+            (
+                {"provider": provider, "precision": "int4"},
+                f"precision is an engine's; provider '{provider}' runs a bundle in that of its export",
+            )
+            for provider in ("cpu", "cuda")
+        ),
         ({"capacity": 300}, "capacity is an engine's; with provider 'cpu' a cache grows as it is needed"),
         (
             {"provider": "tensorrt", "capacity": 203},
@@ -183,3 +191,7 @@ def test_the_command_needs_no_more_than_the_manifest(tiny_bundle: Path, tmp_path
     table = CliRunner().invoke(main, ["plan", str(tmp_path), "--provider", "tensorrt", "--precision", "int4"])
     assert "MB on tensorrt in int4: batch 1, drafts of 8, context 256" in table.stdout
     assert CliRunner().invoke(main, ["plan", str(tmp_path / "nothing")]).exit_code == 3
+    for option in (("--precision", "fp16"), ("--capacity", "300")):
+        refused = CliRunner().invoke(main, ["plan", str(tmp_path), *option])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"leadout: {option[0][2:]} is an engine's;" in refused.stderr and refused.stderr.count("\n") == 1

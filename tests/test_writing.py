@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from support_graphs import Shape, entry
 
 from leadout.bundle import FileEntry, read_manifest
 from leadout.errors import ExportError
-from leadout.export.writing import aside, destination, write_manifest
+from leadout.export.writing import _lock, aside, destination, write_manifest
 
 
 def test_a_bundle_is_said_to_be_replaced_before_it_is(tmp_path: Path) -> None:
@@ -37,3 +40,60 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
     assert read_manifest(tmp_path).models["target"].eos_token_ids == (3,), "the others end no text"
     with pytest.raises(ExportError, match="models: target: precision must be one of fp32, fp16"):
         write_manifest(tmp_path, {"target": dataclasses.replace(target, precision="int2")}, {}, {})
+
+
+@pytest.fixture(scope="module")
+def ended() -> int:
+    """The number of a process that is no more."""
+    done = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return int(done.stdout)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path, ended: int) -> None:
+    (tmp_path / f".out.{ended}.partial" / "target").mkdir(parents=True)
+    (tmp_path / f".out.{os.getpid()}.partial").mkdir()  # a container's processes have the same numbers every time
+    said: list[str] = []
+    with aside(tmp_path / "out", said.append) as folder:
+        assert names(tmp_path) == {folder.name} and not any(folder.iterdir())
+    assert names(tmp_path) == {"out"}
+    assert said == [f"removing what an export that was killed left beside {tmp_path / 'out'}"] * 2
+
+
+def test_what_may_be_another_s_is_left_alone(tmp_path: Path, ended: int) -> None:
+    kept = {f".out.{os.getppid()}.partial", f".out.{ended}.partial", f".other.{ended}.partial", ".out.x.partial"}
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / f".out.{ended}.old").symlink_to(tmp_path / ".out.x.partial")
+    with _lock(tmp_path / f".out.{ended}.partial"), aside(tmp_path / "out", print):
+        pass
+    assert names(tmp_path) == kept | {"out", f".out.{ended}.old"}
+
+
+def test_a_bundle_that_a_killed_export_had_moved_away_comes_back(tmp_path: Path, ended: int) -> None:
+    (tmp_path / f".out.{ended}.partial").mkdir()
+    (tmp_path / f".out.{ended}.old").mkdir()
+    (tmp_path / f".out.{ended}.old" / "leadout.json").write_text("an older bundle")
+    with pytest.raises(KeyboardInterrupt), aside(tmp_path / "out", print):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == {"out"} and (tmp_path / "out" / "leadout.json").read_text() == "an older bundle"
+
+
+def test_a_bundle_is_not_lost_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.rename
+
+    def interrupted(path: Path, to: Path) -> Path:
+        rename(path, to)
+        if to.name.endswith(".old"):
+            raise KeyboardInterrupt
+        return to
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "leadout.json").write_text("an older bundle")
+    with pytest.raises(KeyboardInterrupt), aside(tmp_path / "out", print):
+        pass
+    assert names(tmp_path) == {"out"} and (tmp_path / "out" / "leadout.json").read_text() == "an older bundle"
