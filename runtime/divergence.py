@@ -19,9 +19,10 @@ from .steps import Stepper
 if TYPE_CHECKING:
     from .pair import Pair
 
-# Logits of two graph forms of one model differ by this much at most (measured; quantised activations may round
-# to the neighbouring step). A greedy choice can only flip where its lead is smaller than twice that.
+# Twice what logits of two graph forms of a small model differ by as a rule: a greedy choice can only flip where its
+# lead is less. Quantised activations may round to the next step, and deep models make much of that: ``spread``.
 NEAR_TIE = {"fp32": 2e-3, "fp16": 5e-2, "bf16": 2e-1, "int8": 2e-1, "int4": 2e-1}
+_TAIL = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def first_divergence(
     pair: Pair, prompt: Sequence[int], ours: Sequence[int], other: Sequence[int], settings: Settings | None = None
 ) -> Divergence | None:
     """Compare two answers by ``settings`` (greedy by default; or coupled, with its seed); None if they are the same.
-    Uses the target's cache."""
+    A near-tie is within NEAR_TIE, or within twice the target's ``spread`` on this text. Uses the target's cache."""
     shortest = min(len(ours), len(other))
     position = next((i for i in range(shortest) if ours[i] != other[i]), shortest)
     if position == len(ours) == len(other):
@@ -48,12 +49,30 @@ def first_divergence(
         return Divergence(position, float("inf"), near_tie=False)
     text = [*prompt, *ours[:position]]
     scores: NDArray[np.floating] = last_logits(pair.target, text)
-    tolerance = NEAR_TIE[pair.target.spec.precision]
+    scale = 1.0
     if settings is not None and settings.acceptance_rule == "coupled":
         scores = _noisy(scores, settings, prompt, ours[:position])
-        tolerance /= settings.temperature
+        scale = 1.0 / settings.temperature
     margin = abs(float(scores[ours[position]]) - float(scores[other[position]]))
-    return Divergence(position, margin, near_tie=margin <= tolerance)
+    near = margin <= scale * NEAR_TIE[pair.target.spec.precision] or margin <= scale * 2.0 * spread(pair.target, text)
+    return Divergence(position, margin, near)
+
+
+def spread(engine: Engine, text: Sequence[int]) -> float:
+    """How far two roundings of one model are apart: the largest difference between its logits after the last 64 tokens
+    of ``text``, read in steps as wide as they may be, and one by one as plain decoding does. 0 where these round alike.
+    """
+    wide, tail = min(_TAIL, engine.spec.max_verify), text[-_TAIL:]
+    before, found = len(text) - len(tail), []
+    for width, even in ((wide, True), (1, False)):
+        stepper = Stepper(engine, "target", narrowest=engine.spec.narrowest)
+        stepper.reset(1, even=even)
+        if before:
+            stepper.last_logits([text[:before]], [0])
+        steps = [(at, tail[at : at + width]) for at in range(0, len(tail), width)]
+        found.append([np.array(stepper.all_logits([piece], [before + at])[0, : len(piece)]) for at, piece in steps])
+    wider, single = map(np.concatenate, found)
+    return float(np.abs(wider - single).max())
 
 
 def _noisy(

@@ -20,7 +20,7 @@ from leadout.engines.toy import ToyEngine
 from leadout.errors import UsageError
 from leadout.runtime import check
 from leadout.runtime.bench import Bench
-from leadout.runtime.divergence import NEAR_TIE, first_divergence
+from leadout.runtime.divergence import NEAR_TIE, first_divergence, spread
 from leadout.runtime.noise import Noise
 from leadout.runtime.pair import Pair
 from leadout.runtime.settings import DRAFTS, Settings
@@ -98,6 +98,27 @@ def test_a_divergence_is_a_near_tie_or_a_fault() -> None:
     assert fault.margin == pytest.approx(np.log(probabilities[order[0]] / probabilities[order[1]]), rel=1e-4)
     shorter = first_divergence(pair, [1, 2], [3], [3, 4])
     assert shorter is not None and not shorter.near_tie
+
+
+def test_what_rounding_explains_is_what_the_model_makes_of_it() -> None:
+    """Plain steps of a deep quantised model may round by more than a small one's; wide ones are what is compared."""
+
+    class Deep(Rounding):
+        def forward(self, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+            logits = ToyEngine.forward(self, tokens, past_lens, logit_index).copy()
+            logits[..., 0] += np.float32(self.error if tokens.shape[1] == 1 else 0.0)
+            return logits
+
+    probabilities = law(np.array([1, 2, 3]))
+    best, other = np.argsort(-probabilities)[:2].tolist()
+    margin = float(np.log(probabilities[best] / probabilities[other]))
+    for error in (0.4 * margin, 0.6 * margin):
+        pair: Any = SimpleNamespace(target=Deep(1, error))
+        found = first_divergence(pair, [1, 2], [3, best], [3, other])
+        assert found is not None and found.margin == pytest.approx(margin, rel=1e-4)
+        assert found.near_tie == (error > margin / 2)
+        assert spread(pair.target, [1, 2, 3] * 30) == pytest.approx(error, rel=1e-3)
+    assert spread(ToyEngine(law, VOCAB), [1, 2, 3]) == 0.0
 
 
 def test_a_divergence_of_sampled_answers_is_measured_with_their_noise() -> None:
