@@ -155,10 +155,13 @@ def _weights(model: ModelEntry, load: Load) -> int:
         size = PRECISIONS[load.engine_precision]
         return _KERNELS + int(rest * size + table * max(size, 2.0))
     stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
-    # On a CPU one row and many take two graphs of the bundle, and each session packs the weights for itself.
+    if load.provider != "cpu":
+        return stored
+    if model.precision == "int4":
+        stored += model.parameters // 32 * 4  # packed beside them: what each block of 32 sums to
+    # One row and many take two graphs of the bundle, and each session packs the weights for itself.
     exact = model.directory != "draft"  # bits are a target's concern
-    packed = sessions(model.variants, load.batch, model.parameters, exact=exact) if load.provider == "cpu" else 1
-    return stored * packed
+    return stored * sessions(model.variants, load.batch, model.parameters, exact=exact)
 
 
 def _hidden(model: ModelEntry) -> float:

@@ -69,6 +69,10 @@ def test_weights_are_the_blob_as_often_as_sessions_pack_it(tmp_path: Path) -> No
         engine.close()
     assert [plan(large, load(batch=rows)).weights for rows in (1, 3)] == [blob, 2 * blob]
     assert plan(model, load(provider="cuda")).weights == blob
+    coarse = dataclasses.replace(large, precision="int4")
+    sums = (1 << 26) // 8  # a float for each block of 32 weights, which onnxruntime packs beside them
+    assert [plan(coarse, load(batch=rows)).weights for rows in (1, 3)] == [blob + sums, 2 * (blob + sums)]
+    assert plan(coarse, load(provider="cuda")).weights == blob
 
 
 def test_the_steps_of_more_rows_are_narrower(tmp_path: Path) -> None:
