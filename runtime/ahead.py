@@ -91,6 +91,12 @@ class AheadDrafter:
         """``tried`` and ``kept``."""
         return {"tried": self.tried, "kept": self.kept}
 
+    def rest(self) -> None:
+        """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.submit(self.counts).result()  # any answer will do: one thread does one thing after the other
+
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
         self._model.reset(rows, reach)

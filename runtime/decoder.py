@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import count
+from threading import RLock
 from time import perf_counter
 
 import numpy as np
@@ -25,7 +27,7 @@ from .prefill import prefill
 from .sampling import Chain, Sampler
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
-from .siblings import Sample, samples
+from .siblings import MAX_ANSWERS, Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
@@ -87,6 +89,8 @@ class Decoder:
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
+        self._unrepeatable = count()
+        self.turn = RLock()  # whose round it is, of the threads that share this
 
     def decode(
         self,
@@ -120,8 +124,9 @@ class Decoder:
     def forget(self) -> None:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
-        self._commons = Commons()
-        self._begin_anew()
+        with self.turn:
+            self._commons = Commons()
+            self._begin_anew()
 
     def _begin_anew(self) -> None:
         """The next text does not go on from what the models' caches hold."""
@@ -130,15 +135,17 @@ class Decoder:
             drafter.forget()
 
     def _run(self, rows: list[Row]) -> Iterator[Event]:
-        clock = self._start(rows)
+        with self.turn:
+            clock = self._start(rows)
         while rows:
-            drafts = self._propose(rows, clock)
-            logits = self._forward(rows, drafts, clock)
-            verdicts = self._verify(rows, drafts, logits, clock)
-            events = [self._extend(*each) for each in zip(range(len(rows)), rows, drafts, verdicts, strict=True)]
-            rows = self._retire(rows, clock)
+            with self.turn:
+                clock.resume()
+                drafts = self._propose(rows, clock)
+                logits = self._forward(rows, drafts, clock)
+                verdicts = self._verify(rows, drafts, logits, clock)
+                events = [self._extend(*each) for each in zip(range(len(rows)), rows, drafts, verdicts, strict=True)]
+                rows = self._retire(rows, clock)
             yield from events
-            clock.resume()
 
     def _admit(
         self,
@@ -160,10 +167,16 @@ class Decoder:
             index=index,
             settings=settings,
             sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
-            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, sample.number)),
+            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
             policy=policy,
             cascade=self._cascade(settings, policy, sample),
         )
+
+    def _stream(self, settings: Settings, sample: Sample) -> int:
+        """Which of a seed's noise streams the request draws from: the sample's own, where that repeats a text. Guesses
+        and lengths that come of other texts may come of the seed's numbers: to draw with these again would be biased,
+        so such a request gets a stream that none before it had."""
+        return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
 
     def _policy(self, settings: Settings) -> Policy:
         if settings.draft not in MODEL_DRAFTS or self._model is None:
@@ -184,6 +197,8 @@ class Decoder:
         self._epoch += 1
         self._pace.start()
         clock = Clock(self._epoch)
+        if self.ahead is not None:
+            self.ahead.rest()
         if rows:
             if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
                 self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats

@@ -209,8 +209,9 @@ class ModelDrafter:
         return draft
 
     def keep(self, place: int, length: int) -> None:
-        """No more than the first ``length`` tokens of row ``place`` are what its cache was made from."""
-        self._valid[place] = min(self._valid[place], length - self._begins[place])
+        """No more than the first ``length`` tokens of row ``place`` are what its cache was made from: none of it, where
+        that begins behind them."""
+        self._valid[place] = max(0, min(self._valid[place], length - self._begins[place]))
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
@@ -275,10 +276,15 @@ class ModelDrafter:
         try:
             token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
         except EngineError:
-            if self._vocabulary.identical or not np.isfinite(np.asarray(logits).max()):
+            if not self._is_mute(logits):
                 raise
-            return False  # all that the draft can say is banned; the target may know more
+            return False
         draft.tokens.append(token)
         if q is not None:
             draft.q = [*(draft.q or []), q]
         return True
+
+    def _is_mute(self, logits: LogitRow) -> bool:
+        """Whether a row without a law is no failure: all that the draft can say is banned, and the target may know
+        more."""
+        return not self._vocabulary.identical and bool(np.isfinite(np.asarray(logits).max()))

@@ -22,8 +22,8 @@ from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .siblings import Sample, check_n, check_sample, samples
 from .stats import Stats
 from .text import Codec, TextStream
-from .tuned import MOST_THREADS, this_device
 from .tuned import read as read_tuned
+from .tuned import this_device
 from .vocabulary import VOCABULARY, VocabularyMap
 
 __all__ = ["Pair", "Piece", "Prompt", "Request", "Result", "Stream", "load"]
@@ -125,7 +125,8 @@ class _Answer:
 class Pair:
     """A target, perhaps a draft, and a tokenizer, ready to write. A context manager.
 
-    One answer (or batch) at a time: a new call ends a stream that was not taken to its end.
+    One answer (or batch) at a time: a new call ends a stream that was not taken to its end. Threads that share a pair
+    wait for each other, in ``generate`` for the whole call.
     """
 
     def __init__(
@@ -183,7 +184,8 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        found = dict(self.answers(prompts, n=each, **settings))
+        with self.decoder.turn:
+            found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
         if n is None:
             return results[0] if single else results
@@ -293,10 +295,11 @@ class Pair:
 
     def close(self) -> None:
         """Release both models, and what is remembered. Calling it twice is fine."""
-        self.forget()
-        self.target.close()
-        if self.draft is not None:
-            self.draft.close()
+        with self.decoder.turn:
+            self.forget()
+            self.target.close()
+            if self.draft is not None:
+                self.draft.close()
 
     def __enter__(self) -> Pair:
         return self
@@ -337,15 +340,11 @@ def load(
         one_of("draft_provider", draft_provider, PROVIDERS)
     if not isinstance(variant, str):
         raise UsageError(f"variant must be 'auto' or the name of a graph of the bundle, not {shown(variant)}")
-    if threads is not None:
-        threads = integer("threads", threads, 1, MOST_THREADS)
-    if draft_threads is not None:
-        draft_threads = integer("draft_threads", draft_threads, 1, MOST_THREADS)
+    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
+    device = this_device(**where, threads=threads, draft_threads=draft_threads)
     found = Bundle.read(check_path(bundle))
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
-    device = this_device(**where, threads=threads, draft_threads=draft_threads)
     drafts = "draft" in found.manifest.models
     ahead = check_ahead(draft_ahead, {provider, device.draft_provider}, draft=drafts, vocabulary=vocabulary)
     if not drafts and (draft_threads is not None or device.draft_provider != provider):

@@ -120,6 +120,13 @@ class Settings:
             return "coupled"
         return "rejection" if self.branches else "block"
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether a seed says which text is written: by a rule that chooses the same whatever is drafted, or from
+        drafts that depend on this request alone, neither on earlier ones nor on a clock."""
+        fixed = bool(self.branches) or (self.draft in ("model", "ngram") and self.draft_length != "auto")
+        return fixed or self.draft == "none" or self.acceptance_rule in ("greedy", "coupled")
+
     def _keep(self, name: str, value: object) -> None:
         """Put what was checked in place of what was given."""
         object.__setattr__(self, name, value)

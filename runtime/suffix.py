@@ -201,10 +201,13 @@ class SuffixPool:
         return self._generations
 
     def _index(self, text: Sequence[int]) -> None:
-        if self._generations[-1].size + len(text) > self._window:
-            self._generations = [self._generations[-1], SuffixAutomaton()]
+        # none, until the text is in whole: an interrupt may come in between
+        generations, self._generations = self._generations, [SuffixAutomaton()]
+        if generations[-1].size + len(text) > self._window:
+            generations = [generations[-1], SuffixAutomaton()]
         for token in text:
-            self._generations[-1].extend(token)
+            generations[-1].extend(token)
+        self._generations = generations
 
 
 class EarlierTexts:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
+from ..errors import EngineError
 from . import sampling, trees
 from .confidence import Watch
 from .drafters import Draft, ModelDrafter
@@ -61,9 +62,12 @@ class TreeDrafter(ModelDrafter):
             if node == ROOT or draft.parents[node] != ABSENT:
                 drafted = [draft.tokens[n] for n in path(draft.parents, node)]
                 first, start = len(draft.tokens), row.sequence.length
-                tokens, q = branch(
-                    row.sampler, self._vocabulary.row(scores), drafted, start, range(first, first + width)
-                )
+                try:
+                    nodes = range(first, first + width)
+                    tokens, q = branch(row.sampler, self._vocabulary.row(scores), drafted, start, nodes)
+                except EngineError:
+                    if not self._is_mute(scores):
+                        raise
             missing = width - len(tokens)
             draft.tokens += tokens + [0] * missing
             draft.parents += [node] * len(tokens) + [ABSENT] * missing

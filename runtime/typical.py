@@ -33,11 +33,12 @@ class Typical:
     def append(self, seconds: float, *, counts: bool = True) -> None:
         """``counts``: it says more than those before. (Of the first few each does.)"""
         if len(self._first) < KNOWN:
-            self._first.append(seconds)
-            if len(self._first) > HARDLY:
-                self.seconds = median(self._first)
+            first = [*self._first, seconds]
+            if len(first) > HARDLY:
+                self.seconds = median(first)
             else:
-                self.seconds = geometric_mean(self._first) if self._even else min(self._first)
+                self.seconds = geometric_mean(first) if self._even else min(first)
+            self._first = first  # last, for an interrupt may come in between: what was counted takes some time
         elif counts and self.seconds > 0.0:
             self._counted += 1
             error = min(max(seconds / self.seconds, 1.0 / _OUTLIER), _OUTLIER)

@@ -155,6 +155,39 @@ def test_the_thread_gives_the_same_text_and_is_at_rest_between_rounds():
     assert texts == [token for _, tokens, _ in plain for token in tokens]
 
 
+def test_after_an_interrupt_the_thread_comes_to_rest_first(monkeypatch):
+    """Who was interrupted while he waited for its step did not wait to the end."""
+    target, draft = toy_pair(11, share=0.1)
+    inside, entered, forward, reset = threading.Lock(), threading.Event(), draft.forward, draft.reset
+
+    def alone(*args: Any) -> Any:
+        assert inside.acquire(blocking=False), "two threads in one engine"
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            time.sleep(0.03)
+        try:
+            return forward(*args)
+        finally:
+            inside.release()
+
+    def at_rest(rows: int) -> None:
+        assert not inside.locked(), "reset in the middle of a step"
+        reset(rows)
+
+    def interrupted(*_: Any) -> Any:
+        entered.wait()
+        raise KeyboardInterrupt
+
+    draft.forward, draft.reset = alone, at_rest
+    decoder_, settings = Decoder(target, draft, draft_ahead=True), Settings(max_new_tokens=20, draft_length=4)
+    for request in ([(PROMPTS[1], settings)], [(PROMPTS[1], Settings(max_new_tokens=20, branches=(2, 1)))]):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(AheadDrafter, "_end", interrupted)
+            list(decoder_.decode([(PROMPTS[2], settings)]))
+        entered.clear()
+        assert collect(decoder_.decode(request), 1)[0] == collect(Decoder(*toy_pair(11)).decode(request), 1)[0]
+
+
 def test_a_batch_works_ahead_only_once_a_single_row_is_left(monkeypatch):
     come_as_far_as(monkeypatch, None)
     requests = [(prompt, Settings(max_new_tokens=9 + 20 * i, draft_length=3)) for i, prompt in enumerate(PROMPTS)]

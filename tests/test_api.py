@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,44 @@ def test_a_stream_left_early_does_not_harm_the_next_answer(pair: Pair) -> None:
     assert pair.generate(PROMPT, max_new_tokens=20).token_ids == expected
     with pytest.raises(UsageError, match="ended by a later one"):
         list(stream)
+
+
+def test_threads_that_share_a_pair_wait_for_each_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whole answers, and in a stream for a round; a pair is closed between two rounds."""
+    inside, forward = threading.Lock(), pair.target.forward
+    prompts = [PROMPT, PROMPT[:3], "import os"]
+    wanted = [pair.generate(prompt, max_new_tokens=20).token_ids for prompt in prompts]
+
+    def alone(*args: Any) -> Any:
+        assert inside.acquire(blocking=False), "two threads in one engine"
+        time.sleep(0.001)
+        try:
+            return forward(*args)
+        finally:
+            inside.release()
+
+    def close() -> None:
+        assert not inside.locked(), "closed in the middle of a step"
+
+    def streamed(prompt: str) -> list[int] | str:
+        stream = pair.stream(prompt, max_new_tokens=20)
+        try:
+            return [token_id for piece in stream for token_id in piece.token_ids]
+        except UsageError as error:
+            return str(error)
+
+    monkeypatch.setattr(pair.target, "forward", alone)
+    monkeypatch.setattr(pair.target, "close", close)
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda prompt: pair.generate(prompt, max_new_tokens=20).token_ids, prompts))
+        assert found == wanted
+        for result, expected in zip(threads.map(streamed, prompts), wanted, strict=True):
+            assert result == expected or "ended by a later one" in result
+        running = threads.submit(streamed, PROMPT)
+        while not inside.locked():
+            time.sleep(0)
+        pair.close()
+        assert running.result() == wanted[0]
 
 
 @pytest.mark.parametrize("draft", ["model", "ngram", "none"])

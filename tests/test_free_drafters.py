@@ -191,6 +191,28 @@ def test_the_pool_drops_the_oldest_and_keeps_the_latest():
     assert max(each.size for each in pool.generations) <= 50
 
 
+def test_an_interrupt_while_a_text_is_taken_in_drops_the_texts_and_no_more(monkeypatch):
+    pool = SuffixPool(window=50)
+    for text in ([1, 2, 3, 1, 2, 4], [5, 6, 7]):
+        pool.add(text)
+    assert pool.generations[-1].size == 11
+    pool.add([1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(SuffixAutomaton, "_state", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.generations  # noqa: B018
+    pool.add([8, 9, 8, 9])
+    drafter = EarlierTexts(pool)
+    drafter.take([1, 2, 8])
+    assert next(drafter.steps())[0] == 9
+
+
+def interrupted(automaton, following, *_):
+    """Half a state."""
+    automaton.next.append(following)
+    raise KeyboardInterrupt
+
+
 def test_a_row_s_own_text_is_bounded_and_reaches_into_the_generation_before():
     drafter = OwnText(window=30)
     text = list(range(40)) + [1000 + i for i in range(15)]

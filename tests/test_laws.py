@@ -9,10 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support_runtime import Branches, Coin, decode_law, distance, law, rounded, target_law
+from support_runtime import (
+    Branches,
+    Coin,
+    FixedCosts,
+    ScriptedNoise,
+    collect,
+    decode_law,
+    distance,
+    draw_with_coins,
+    law,
+    rounded,
+    target_law,
+)
 
-from leadout.engines.toy import mixed_law, table_law
+from leadout.engines.toy import ToyEngine, mixed_law, table_law
+from leadout.runtime import decoder as decoder_module
 from leadout.runtime import verify
+from leadout.runtime.decoder import Decoder
 from leadout.runtime.noise import Noise, Purpose
 from leadout.runtime.sampling import Chain, draw
 from leadout.runtime.settings import Settings
@@ -218,3 +232,51 @@ def test_whole_runs_have_the_target_s_law(options, monkeypatch):
     laws = target, mixed_law(target, other, 0.8)
     found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, **options)
     assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3)) < TIGHT
+
+
+@pytest.mark.parametrize(
+    ("draft", "prompt"), [("suffix", [1, 2, 0]), ("recycling", [1, 2, 0]), ("auto", [1, 2, 1, 2, 1])]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_seed_that_is_used_again_leaves_the_law_alone(rule, draft, prompt, monkeypatch):
+    """Over all seeds: what is remembered of the first answer was drawn with the seed's numbers, and the second one must
+    not be tested with these."""
+    laws = target, _ = table_law(3, seed=4), mixed_law(table_law(3, seed=4), table_law(3, seed=5), 0.8)
+    request = prompt, Settings(max_new_tokens=2, temperature=0.5, seed=7, rule=rule, draft=draft, draft_length=1)
+
+    def run(branches: Branches) -> tuple[tuple[int, ...], ...]:
+        noises: dict[tuple[int, int], ScriptedNoise] = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, "Noise", lambda *key: noises.setdefault(key, ScriptedNoise(branches)))
+            draw_with_coins(patch)
+            decoder = Decoder(*(ToyEngine(each, 3) for each in laws), costs=FixedCosts(per_draft=0.05))
+            return tuple(tuple(collect(decoder.decode([request]), 1)[0][0]) for _ in range(2))
+
+    one = target_law(rounded(target, prompt, power=2.0), 3, 2)
+    assert distance(law(run), {(a, b): one[a] * one[b] for a in one for b in one}) < TIGHT
+
+
+@pytest.mark.parametrize(
+    ("repeats", "options"),
+    [
+        (True, {"rule": "rejection", "draft": "model", "draft_length": 3}),
+        (True, {"rule": "block", "draft": "ngram", "draft_length": 2}),
+        (True, {"rule": "rejection", "draft": "model", "branches": (2, 1)}),
+        (True, {"rule": "block", "draft": "none"}),
+        (True, {"rule": "coupled", "draft": "auto"}),
+        (False, {"rule": "block", "draft": "model"}),
+        (False, {"rule": "rejection", "draft": "ngram"}),
+        (False, {"rule": "rejection", "draft": "suffix", "draft_length": 3}),
+        (False, {"rule": "typical", "draft": "recycling", "draft_length": 3}),
+        (False, {"rule": "lenient", "draft": "auto"}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else "-".join(map(str, value.values())),
+)
+def test_a_seed_repeats_a_text_where_drafts_depend_on_nothing_else(repeats, options, monkeypatch):
+    keys = []
+    monkeypatch.setattr(decoder_module, "Noise", lambda *key: keys.append(key) or Noise(*key))
+    decoder = Decoder(*(ToyEngine(table_law(5, seed=seed), 5) for seed in (1, 2)))
+    request = [1, 2, 1, 2], Settings(max_new_tokens=20, temperature=1.0, seed=7, **options)
+    texts = [collect(decoder.decode([request]), 1)[0] for _ in range(2)]
+    assert (len(set(keys)) == 1) == repeats and {seed for seed, _ in keys} == {7}
+    assert texts[0] == texts[1] or not repeats

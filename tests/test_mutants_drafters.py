@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(
         "texts run into each other", P, "add", "(*tokens[-self._window + 1 :], _END)", "tokens[-self._window + 1 :]"
     ),
-    Mutant("nothing is dropped", P, "_index", "[self._generations[-1], Suffix", "[*self._generations, Suffix"),
+    Mutant("nothing is dropped", P, "_index", "[generations[-1], Suffix", "[*generations, Suffix"),
     Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
     Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
     Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(token)", "pass"),

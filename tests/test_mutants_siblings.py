@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "a round's tokens are told when the row guesses", D, "_extend", "row.cascade.take(row.sequence.tokens)", "pass"
     ),
-    Mutant("all answers share one stream", D, "_admit", "Noise(seed, sample.number)", "Noise(seed)"),
+    Mutant("all answers share one stream", D, "_stream", "sample.number + (", "0 + ("),
     Mutant("streams overlap with seeds", noise.Noise, "__init__", "seed | stream << 64", "seed + stream"),
     Mutant(
         "every call's answers are siblings",

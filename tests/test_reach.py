@@ -100,6 +100,15 @@ def beside_others_it_reads_as_much_as_they_draft(*_):
     assert drafted(drafter, row, other)[1] == from_the_end(other.sequence.tokens)
 
 
+def of_a_text_that_ends_before_its_cache_begins_it_holds_nothing(*_):
+    drafter, row = drafting()
+    drafter.reset([row], REACH)
+    drafter.prefill([row])
+    assert drafter._begins[0] > 1 and drafter._valid[0] > 0
+    drafter.keep(0, drafter._begins[0] - 1)
+    assert drafter._valid == [0]
+
+
 def the_next_turn_goes_on_from_there(*_):
     drafter, row = drafting()
     drafter.reset([row], REACH)
@@ -187,6 +196,7 @@ def a_decoder_asks_how_far(*_):
 
 
 CHECKS = [
+    of_a_text_that_ends_before_its_cache_begins_it_holds_nothing,
     only_the_end_of_a_prompt_is_read,
     after_a_rest_it_begins_anew,
     rows_begin_each_for_itself,

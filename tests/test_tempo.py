@@ -108,6 +108,21 @@ def a_typical_step_is_no_first_call_and_no_outlier():
     assert step.faded and step.seconds == 1.5
 
 
+def test_an_interrupted_measurement_is_none(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    step = Typical()
+    for name, known in (("min", 0), ("median", 2)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(typical, name, interrupt, raising=False)
+            step.append(1.0)
+        assert len(step) == known
+        step.append(2.0)
+        step.append(2.0)
+    assert len(step) == 4 and step.seconds == 2.0
+
+
 def a_draft_s_first_step_is_dearer():
     table = Costs()
     for length in (1, 4):
@@ -258,7 +273,7 @@ MUTANTS = [
     Mutant("the device alone is slow", *RECORD, "step != self._last", "False"),
     Mutant("an outlier is the device", tempo.Tempo, "record", "max(-_MOST, min(_MOST, surprise))", "surprise"),
     Mutant("no scatter", tempo.Tempo, "record", "self._variance +=", "0 *"),
-    Mutant("first calls count", typical.Typical, "append", "min(self._first)", "max(self._first)"),
+    Mutant("first calls count", typical.Typical, "append", "min(first)", "max(first)"),
     Mutant("the last one is it", typical.Typical, "append", "1.0 / min(KNOWN", "1.0 + 0.0 * min(KNOWN"),
     Mutant("all count", typical.Typical, "append", "elif counts and", "elif"),
     Mutant(

@@ -16,7 +16,7 @@ from leadout.bundle import Model, ModelEntry, file_entry
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import BundleError, EngineError, ExportError
 from leadout.export.pairing import Vocabulary, match
-from leadout.runtime import decoder, drafters, sampling, vocabulary
+from leadout.runtime import decoder, drafters, sampling, tree_drafter, vocabulary
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.noise import Noise
 from leadout.runtime.retokenise import Tokenizers
@@ -235,21 +235,22 @@ def a_draft_that_may_say_nothing_is_silent(monkeypatch: Any = None) -> None:
     """The draft knows two tokens, and the request bans both: plain decoding. Broken numbers stay errors."""
     target = ToyEngine(table_law(5, seed=1), 5)
     ids = VocabularyMap(np.array([1, 2]), 5)
-    settings = Settings(max_new_tokens=9, draft_length=3, logit_bias={1: -np.inf, 2: -np.inf}, temperature=1.0, seed=1)
-    (text,), last = collect(Decoder(target, ToyEngine(table_law(2), 2), vocabulary=ids).decode([([0], settings)]), 1)
-    (alone,), _ = collect(Decoder(target, None).decode([([0], Settings(**{**vars_of(settings), "draft": "none"}))]), 1)
-    assert text == alone and last[0].stats.drafted == 0
+    both: dict[str, Any] = {"max_new_tokens": 9, "logit_bias": {1: -np.inf, 2: -np.inf}, "seed": 1}
+    drafts: tuple[dict[str, Any], ...] = ({"draft_length": 3}, {"branches": (2, 1)})
+    for drawn, draft in itertools.product(({}, {"temperature": 1.0}), drafts):
+        settings, plain = Settings(**both, **drawn, **draft), Settings(**both, **drawn, draft="none")
+        pair = Decoder(target, ToyEngine(table_law(2), 2), vocabulary=ids)
+        (text,), last = collect(pair.decode([([0], settings)]), 1)
+        assert [text] == collect(Decoder(target, None).decode([([0], plain)]), 1)[0]
+        assert last[0].stats.drafted == 0
     broken = ToyEngine(lambda context: np.array([np.nan, 1.0]), 2)
-    refused = ""
-    try:
-        list(Decoder(target, broken, vocabulary=ids).decode([([0], Settings(draft_length=3))]))
-    except EngineError as error:
-        refused = str(error)
-    assert "no finite maximum" in refused
-
-
-def vars_of(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in Settings.__dataclass_fields__}
+    for draft in drafts:
+        refused = ""
+        try:
+            list(Decoder(target, broken, vocabulary=ids).decode([([0], Settings(**draft))]))
+        except EngineError as error:
+            refused = str(error)
+        assert "no finite maximum" in refused
 
 
 def test_a_draft_that_may_say_nothing_is_silent() -> None:
@@ -311,10 +312,11 @@ MUTANTS = [
     Mutant("q over the draft's own ids", drafters.ModelDrafter, "_choose", "self._vocabulary.row(logits)", "logits"),
     Mutant("ties go to the draft's order", vocabulary.VocabularyMap, "__init__", 'np.argsort(outputs, kind="stable")',
            "np.r_[np.flatnonzero(outputs < 0), np.flatnonzero(outputs >= 0)]"),
-    Mutant("broken logits are a silence", drafters.ModelDrafter, "_choose", "np.isfinite(np.asarray(logits).max())",
+    Mutant("broken logits are a silence", drafters.ModelDrafter, "_is_mute", "np.isfinite(np.asarray(logits).max())",
            "True"),
-    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_choose", "self._vocabulary.identical or",
-           "True or"),
+    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_is_mute", "not self._vocabulary.identical",
+           "False"),
+    Mutant("broken logits are no branch", tree_drafter.TreeDrafter, "_grow", "not self._is_mute(scores)", "False"),
     Mutant("noise by the draft's order", sampling.Sampler, "_propose_among", "row.size, row.ids)",
            "row.size, np.arange(row.ids.size))"),
     Mutant("q over few tokens only", sampling.Sampler, "_propose_among", "), q", "), law"),
