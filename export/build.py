@@ -27,6 +27,7 @@ from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import quantize
+from .rewrite import let_go
 from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
@@ -209,6 +210,7 @@ def _save(canonical: Path, place: Path, precision: str) -> ir.DataType | None:
     if precision != "fp32":
         quantize(graph, precision)
     ir.save(graph, place, external_data=BLOB)
+    let_go(graph)
     return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key")
 
 

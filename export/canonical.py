@@ -19,6 +19,7 @@ from .golden import Truth
 from .pairing import Ids
 from .parity import check_graph
 from .passes import pack, simplify
+from .rewrite import let_go
 from .trimming import kept_mass, trimmed_head
 
 
@@ -73,8 +74,7 @@ def capture_to(
         graph = capture(checkpoint.model, shapes)
         folder.mkdir(parents=True)
         ir.save(graph, folder / "capture.onnx", external_data="capture.data")
-    for value in graph.graph.initializers.values():
-        value.const_value = None  # views of the weights, in a graph that the exporter goes on referring to
+    let_go(graph)
     return Canonical(folder / "capture.onnx", entry, truth.of(columns), columns)
 
 
@@ -96,3 +96,4 @@ def _pack(simple: Path, packed: Path) -> None:
     graph = ir.load(simple)
     pack(graph)
     ir.save(graph, packed, external_data="pack.data")
+    let_go(graph)

@@ -9,7 +9,6 @@ first three again in a roomy cache: what is attended to may depend on positions,
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -79,7 +78,6 @@ def check_graph(
     or the engine cannot run it."""
     named = f"{entry.architecture}, {step}"
     there = dataclasses.replace(entry, variants={variant: FileEntry(graph.name, "", 0)})
-    gc.collect()  # graphs refer to themselves in circles: the weights of the step before go before these are packed
     try:
         engine = open_engine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant)
         try:

@@ -91,6 +91,13 @@ def sweep(model: ir.Model) -> None:
         del initializers[name]
 
 
+def let_go(model: ir.Model) -> None:
+    """Drop the weights of a graph that is saved: it refers to itself in circles, so they would stay until Python looks
+    for such; and torch's exporter goes on referring to the last one it made."""
+    for value in model.graph.initializers.values():
+        value.const_value = None
+
+
 def sources(values: Iterable[ir.Value], *, shapes: bool = True) -> set[str]:
     """The names of the graph inputs that ``values`` are computed from; without ``shapes``, from what is in them."""
     found, seen, left = set(), set(), list(values)
