@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, context_length, load, read_config, save_text
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft
 from .draft_ids import DraftIds
-from .golden import Truth, compute_truth, save_golden
+from .golden import compute_truth, save_golden
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
@@ -86,15 +86,18 @@ def export_pair(
     with aside(place, progress) as folder:
         save_texts(sources["target"], folder)
         keep_readable(folder, progress)
-        captured, sampling = _capture_target(sources["target"], contexts["target"], folder, progress)
-        canonical = simplify_and_pack(captured, progress)
+        progress(f"target: reading {sources['target']}")
+        checkpoint = load(sources["target"], contexts["target"])
+        sampling = choose_sampling(folder, checkpoint.sampling, progress)
+        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress)
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
-            if not (choice.itself and draft_ids.wanted is None):
+            if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
                 ends = canonical.entry.eos_token_ids
                 shutil.rmtree(canonical.graph.parent)
-                captured = _capture_draft(choice.source, contexts["draft"], folder, draft_ids, ends, progress)
-                canonical = simplify_and_pack(captured, progress)
+                progress(f"draft: reading {choice.source}")
+                checkpoint = load(choice.source, contexts["draft"])
+                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, draft_ids, ends)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, progress)
         shutil.rmtree(folder / SCRATCH)
         progress("writing the manifest")
@@ -119,36 +122,17 @@ def _require_logits(target: Vocabulary) -> None:
         )
 
 
-def _capture_target(source: str, context: int, folder: Path, progress: Progress) -> tuple[Canonical, dict[str, float]]:
-    """The target, and its sampling defaults."""
-    checkpoint = _load("target", source, context, progress)
-    sampling = choose_sampling(folder, checkpoint.sampling, progress)
-    truth = _truth("target", checkpoint, progress)
-    canonical = capture_to(folder / SCRATCH / "target", checkpoint, truth, progress)
-    checkpoint.release()
-    return canonical, sampling
-
-
-def _capture_draft(
-    source: str, context: int, folder: Path, ids: DraftIds, ends: Sequence[int], progress: Progress
+def _canonical(
+    checkpoint: Checkpoint, folder: Path, progress: Progress, ids: DraftIds | None = None, ends: Sequence[int] = ()
 ) -> Canonical:
-    """``ends``: the target's ids that end a text."""
-    checkpoint = _load("draft", source, context, progress)
-    truth = _truth("draft", checkpoint, progress)
-    columns = ids.columns(checkpoint, truth, ends)
-    canonical = capture_to(folder / SCRATCH / "draft", checkpoint, truth, progress, columns)
+    """A checkpoint, which is of no more use then, as a canonical graph in ``folder``. For a draft ``ids`` say which
+    tokens it gives the logits of, and ``ends`` are the target's that end a text."""
+    progress(f"{folder.name}: reference logits of {checkpoint.architecture}")
+    truth = compute_truth(checkpoint)
+    columns = None if ids is None else ids.columns(checkpoint, truth, ends)
+    captured = capture_to(folder, checkpoint, truth, progress, columns)
     checkpoint.release()
-    return canonical
-
-
-def _load(role: str, source: str, context: int, progress: Progress) -> Checkpoint:
-    progress(f"{role}: reading {source}")
-    return load(source, context)
-
-
-def _truth(role: str, checkpoint: Checkpoint, progress: Progress) -> Truth:
-    progress(f"{role}: reference logits of {checkpoint.architecture}")
-    return compute_truth(checkpoint)
+    return simplify_and_pack(captured, progress)
 
 
 def _export_draft(

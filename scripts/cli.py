@@ -25,6 +25,7 @@ from .. import __version__
 from ..errors import LeadoutError
 
 COMMANDS = ("export", "generate", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
+STREAMS = ("stdout", "stderr")
 
 
 class Commands(click.Group):
@@ -72,9 +73,6 @@ def complain(line: str) -> None:
     """Say on stderr why a command ends; where nobody can be told, the exit code remains."""
     with contextlib.suppress(OSError):
         click.echo(f"leadout: {line}", err=True)
-
-
-STREAMS = ("stdout", "stderr")
 
 
 def open_streams() -> None:
