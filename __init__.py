@@ -15,12 +15,13 @@ if TYPE_CHECKING:
         LeadoutError,
         UsageError,
     )
-    from .runtime.pair import Pair, Piece, Request, Result, load
+    from .runtime.pair import Chat, Pair, Piece, Request, Result, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BundleError",
+    "Chat",
     "CheckError",
     "ContextError",
     "EngineError",

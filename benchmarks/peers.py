@@ -10,8 +10,9 @@ are installed by pip into environments of their own, convert the checkpoints wit
 after prompt in turns: one process a mode, all others stopped meanwhile. Rates are after the prompt; ``+prompt`` counts
 it. Greedy outputs are compared with Leadout's. What cannot be installed or run is one line, with the reason.
 
-"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py). transformers is measured in fp32 alone:
-its weights of few bits need a further package on a CPU. llama.cpp's Python package speculates by prompt lookup only.
+"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py), "large" with one of 473 M. transformers is
+measured in fp32 alone: its weights of few bits need a further package on a CPU. llama.cpp's Python package speculates
+by prompt lookup only.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from leadout.runtime.bench import processor
 HERE = Path(__file__).parent
 MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"
 # Not 4096 units: genai's builder takes a product as wide as the vocabulary for the head.
-GROWN = {"layers": 20, "intermediate": 4064}
+GROWN = {"grown": {"layers": 20, "intermediate": 4064}, "large": {"layers": 20, "intermediate": 4864, "hidden": 1536}}
 PREPARE_SECONDS, SETTLES = 900, 0.05
 CHOICES = {
-    "pairs": ("demo", "grown"),
+    "pairs": ("demo", *GROWN),
     "precisions": ("fp32", "int8", "int4"),
     "peers": tuple(peer.name for peer in PEERS if peer.name != REFERENCE[0]),
 }
@@ -81,13 +82,13 @@ class Comparison:
     def checkpoints(self, pair: str) -> dict[str, str]:
         """The target's and the draft's directory; grows the target on first use."""
         target = MODELS / "target"
-        if pair == "grown":
-            shape = "x".join(map(str, GROWN.values()))
+        if pair in GROWN:
+            shape = "x".join(map(str, GROWN[pair].values()))
             grown = self.folder / "models" / f"grown-{shape}-{digest(target)}"
             if not (grown / "README.md").is_file():  # written last
                 from leadout.scripts.grow import write_grown
 
-                write_grown(target, grown, **GROWN)
+                write_grown(target, grown, **GROWN[pair])
             target = grown
         return {"target": str(target.resolve()), "draft": str((MODELS / "draft").resolve())}
 

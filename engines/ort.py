@@ -15,6 +15,7 @@ from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, cache_dtype
 from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
+from .pages import Pages
 from .providers import first_line, open_session
 from .rounding import even_from, uneven
 from .tensorrt.cuda import Cuda
@@ -61,12 +62,12 @@ class SlotEngine:
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0
         self._sessions: dict[tuple[str, bool], Any] = {}
+        self._pages = Pages(provider == "cpu")
         self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
         self._variant, self._batch, self._capacity = "", 0, 0
-        self._flat = np.zeros(0, np.float32)
-        self._least_width = np.array([_EVEN_WIDTH])
+        self._flat, self._least_width = np.zeros(0, np.float32), np.array([_EVEN_WIDTH])
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed, self._resets = False, 0
@@ -135,6 +136,7 @@ class SlotEngine:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         rows, width = tokens.shape
         longest = self._check_room(width, past_lens)
+        self._pages.settle()
         step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
@@ -219,8 +221,8 @@ class SlotEngine:
         longest: int = max(past_lens.tolist())
         if longest + width > self._capacity:
             self._check_open()
-            used = f"{longest} + {width}"
-            raise EngineError(f"{used} tokens exceed the cache of {self._capacity} slots: call reserve first")
+            room = f"the cache of {self._capacity} slots: call reserve first"
+            raise EngineError(f"{longest} + {width} tokens exceed {room}")
         return longest
 
     def _step(self, *shape: Any) -> Step:
@@ -260,10 +262,8 @@ class SlotEngine:
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another:
-        a row that is alone keeps the most it ever needed, for its steps take no longer for it.
-
-        Raises EngineError for a batch the variant cannot take.
-        """
+        a row that is alone keeps the most it ever needed, for its steps take no longer for it. Raises EngineError for a
+        batch the variant cannot take."""
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets += 1
@@ -330,9 +330,10 @@ class SlotEngine:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
         self._check_open()
         if (variant, graphs) not in self._sessions:
-            where: dict[str, Any] = {"provider": self._provider, "threads": self._threads}
+            path, where = self._model.path(variant), {"provider": self._provider, "threads": self._threads}
             try:
-                session = open_session(self._model.path(variant), **where, graphs=graphs)
+                with self._pages.opening():
+                    session = open_session(path, **where, graphs=graphs)
             except EngineError as error:
                 if not graphs:
                     raise

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from ..bundle import ModelEntry, file_entry
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
-from .checkpoint import Checkpoint, context_length, load, read_config, save_texts, vocabulary
+from .checkpoint import Checkpoint, context_length, load, other_reading, read_config, save_texts, vocabulary
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft
 from .draft_ids import DraftIds
@@ -86,6 +86,8 @@ def export_pair(
     with aside(place, progress) as folder:
         save_texts(sources["target"], folder)
         keep_readable(folder, progress)
+        if otherwise := other_reading(sources["target"], vocabularies["target"]):
+            progress(f"target: {otherwise}")
         progress(f"target: reading {sources['target']}")
         checkpoint = load(sources["target"], contexts["target"])
         sampling = choose_sampling(folder, checkpoint.sampling, progress)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 
@@ -21,6 +21,7 @@ from ..bundle import SAMPLING
 from ..engines.providers import first_line
 from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
+from .writing import TEXTS
 
 # What a model gives beside its logits, and in which form, changes none of them: config.json may ask for what it likes.
 OUTPUTS = {
@@ -29,7 +30,8 @@ OUTPUTS = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
-TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+# Text of many kinds: a tokenizer that cuts this alike cuts alike.
+PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +140,28 @@ def save_texts(source: str, folder: Path) -> None:
                 f"'{source}' has no tokenizer.json; make one with"
                 " transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
+
+
+def other_reading(source: str, own: Vocabulary) -> str | None:
+    """What transformers' tokenizer of a checkpoint reads otherwise than its ``tokenizer.json``, by which a bundle goes
+    (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found."""
+    try:
+        with _quiet():
+            theirs = AutoTokenizer.from_pretrained(source)
+            text = PROBE + " ".join(theirs.get_added_vocab())
+            found = theirs(text)["input_ids"]
+    except Exception:  # a class of its own, not of transformers: there is nothing to compare with
+        return None
+    encoding = own.tokenizer.encode(text)
+    if list(found) == encoding.ids:
+        return None
+    pairs = zip(encoding.ids, found, encoding.offsets, strict=False)
+    start = next((start for ours, its, (start, _) in pairs if ours != its), len(text))
+    where = repr(text[start : start + 16]) if start < len(text) else "the end of a text"
+    return (
+        f"transformers' {type(theirs).__name__} reads {where} as other tokens than tokenizer.json, by which the bundle"
+        " goes"
+    )
 
 
 def find_file(source: str, name: str) -> Path | None:

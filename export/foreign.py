@@ -23,9 +23,8 @@ from ..errors import EngineError, ExportError
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
 from .pairing import Match, Vocabulary, match
-from .writing import aside, destination, write_manifest
+from .writing import TEXTS, aside, destination, write_manifest
 
-TEXTS = ("tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 LENGTH = 24
 # Of the largest logit. A sound graph gives the same numbers but for rounding, which low precision amplifies
 # (int4 at width 1 against wider: up to 0.06); a wrong cache gives other numbers altogether.

@@ -42,6 +42,8 @@ class Vocabulary:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises bare Exception
             raise ExportError(f"{path}: not a tokenizer: {error}") from None
+        tokenizer.no_truncation()  # as it was used in training, where lines were cut and filled up
+        tokenizer.no_padding()
         added = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
         return cls(source, dict(tokenizer.get_vocab(with_added_tokens=True)), logits, added, path, tokenizer)
 

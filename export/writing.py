@@ -20,6 +20,9 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
+# What decoding needs of a model's directory besides weights.
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
 
 def destination(out: str | Path) -> Path:
     """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced)."""

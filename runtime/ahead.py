@@ -9,6 +9,7 @@ bonus token only says which text to suppose: however it is made, it biases nothi
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -83,9 +84,15 @@ class AheadDrafter:
         self._model, self._worth = model, Worth(costs) if measured else None
         self.lag = self.steps = self.tried = self.kept = 0
         self._stop = Event()
-        self._thread: Executor | None = None
+        self._started: Executor | None = None
+        self._process = 0
         self._run: _Run | None = None
         self._seconds = 0.0
+
+    @property
+    def _thread(self) -> Executor | None:
+        """The worker; a process that was forked since has none of its parent's threads."""
+        return self._started if self._process == os.getpid() else None
 
     def counts(self) -> dict[str, int]:
         """``tried`` and ``kept``."""
@@ -94,8 +101,8 @@ class AheadDrafter:
     def rest(self) -> None:
         """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.submit(self.counts).result()  # any answer will do: one thread does one thing after the other
+        if (thread := self._thread) is not None:
+            thread.submit(self.counts).result()  # any answer will do: one thread does one thing after the other
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
@@ -107,9 +114,9 @@ class AheadDrafter:
     def forget(self) -> None:
         """See Drafter.forget. The thread ends, too, until there is something to draft."""
         self._model.forget()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        if (thread := self._thread) is not None:
+            thread.shutdown()
+        self._started = None
 
     def prefill(self, rows: Items[Row]) -> None:
         self._model.prefill(rows)
@@ -167,9 +174,10 @@ class AheadDrafter:
         self._model.keep(0, row.sequence.cached + len(draft.tokens))  # a draft made ahead may have been cut
         self._run = _Run(row, row.sequence.length, list(draft.tokens), Draft())
         self._stop.clear()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
-        return self._thread.submit(self._work, self._run, longest)
+        if (thread := self._thread) is None:
+            thread = self._started = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
+            self._process = os.getpid()
+        return thread.submit(self._work, self._run, longest)
 
     def _longest(self, row: Row, draft: Draft) -> int:
         """The next draft is likely to be as long as this one, unless the text or the draft's context ends before."""

@@ -2,124 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ..bundle import Bundle, Manifest
 from ..engines import PROVIDERS, Engine, open_engine
 from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
+from .answers import Answer, Piece, Result, Stream
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
-from .prompts import Prompt, Request, check_ids, check_text, is_single
+from .prompts import Chat, Prompt, Request, check_ids, check_text, is_single
 from .ranges import flag, integer, one_of
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .siblings import Sample, check_n, check_sample, samples
-from .stats import Stats
 from .text import Codec, TextStream
 from .tuned import read as read_tuned
 from .tuned import this_device
 from .vocabulary import VOCABULARY, VocabularyMap
 
-__all__ = ["Pair", "Piece", "Prompt", "Request", "Result", "Stream", "load"]
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """What a round brought, in runs of one author: text to show, its token ids, whether the draft proposed them.
-
-    Text that may still become a stop string, or an unfinished character, comes with a later piece: ``text`` may be
-    empty. Joined, the pieces' texts are ``Result.text`` and their ids ``Result.token_ids``.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    from_draft: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """One answer.
-
-    ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
-    answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
-    (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
-    to the last (greedy, coupled) or drawn from the same law, as its steps of one token or more round (rejection,
-    block): not so in a tree, whose numbers are rounded in another order, nor where something drafts for a pair that was
-    loaded with ``exact=False``, whose steps round as is fastest. ``distance``: how far, on average, the law of
-    a token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
-    if nothing was; ``draft`` says who proposed. ``sample`` is its number among the n answers to a prompt: with the same
-    seed it is the same answer whatever n is, and number 0 is the one without n.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    lossless: bool
-    distance: float
-    rule: str
-    seed: int | None
-    draft: str
-    stats: Stats
-    sample: int = 0
-
-
-class Stream(Iterator[Piece]):
-    """Pieces of one answer as they come; afterwards ``result`` is the whole."""
-
-    def __init__(self, items: Iterator[Piece | Result]) -> None:
-        self._items = items
-        self._result: Result | None = None
-
-    def __next__(self) -> Piece:
-        for item in self._items:
-            if isinstance(item, Piece):
-                return item
-            self._result = item
-        raise StopIteration
-
-    @property
-    def result(self) -> Result:
-        """The finished answer. Raises UsageError while pieces are still to come."""
-        if self._result is None:
-            raise UsageError("the stream has no result yet: take its pieces to the end first")
-        return self._result
-
-
-@dataclasses.dataclass(slots=True)
-class _Answer:
-    """One answer in the making, the ``index``-th of its call: ids and text that are already given out."""
-
-    index: int
-    settings: Settings
-    sample: int
-    text: TextStream
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    shown: int = 0
-
-    def pieces(self, event: Event) -> Iterator[Piece]:
-        """Take the round's tokens and give them out; changes ``token_ids`` and ``shown``."""
-        self.text.keep(len(self.token_ids) + len(event.tokens))
-        if event.finish_reason is not None:
-            self.text.close()
-        for from_draft, run in itertools.groupby(event.tokens, key=lambda token: token[1]):
-            ids = tuple(token_id for token_id, _ in run)
-            self.token_ids += ids
-            end = max(self.shown, min(self.text.ends[len(self.token_ids) - 1], self.text.visible))
-            yield Piece(self.text.text[self.shown : end], ids, from_draft)
-            self.shown = end
-
-    def take(self, event: Event) -> None:
-        """Take the round's tokens: nobody asks for the text before it is whole."""
-        self.token_ids += [token_id for token_id, _ in event.tokens]
-        self.text.keep(len(self.token_ids))
-        if event.finish_reason is not None:
-            self.text.close()
+__all__ = ["Chat", "Pair", "Piece", "Prompt", "Request", "Result", "Stream", "load"]
 
 
 class Pair:
@@ -153,26 +63,22 @@ class Pair:
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
-    def generate(self, /, prompt: str | Request, *, n: None = None, **settings: Any) -> Result: ...
+    def generate(self, /, prompt: str | Chat | Request, *, n: None = None, **settings: Any) -> Result: ...
     @overload
     def generate(self, /, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(
-        self, /, prompt: Sequence[str | Request | Sequence[int]], *, n: None = None, **settings: Any
-    ) -> list[Result]: ...
+    def generate(self, /, prompt: Sequence[Prompt], *, n: None = None, **settings: Any) -> list[Result]: ...
     @overload
-    def generate(self, /, prompt: str | Request, *, n: int, **settings: Any) -> list[Result]: ...
+    def generate(self, /, prompt: str | Chat | Request, *, n: int, **settings: Any) -> list[Result]: ...
     @overload
     def generate(self, /, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
     @overload
-    def generate(
-        self, /, prompt: Sequence[str | Request | Sequence[int]], *, n: int, **settings: Any
-    ) -> list[list[Result]]: ...
+    def generate(self, /, prompt: Sequence[Prompt], *, n: int, **settings: Any) -> list[list[Result]]: ...
 
     def generate(
         self, /, prompt: Any, *, n: int | None = None, **settings: Any
     ) -> Result | list[Result] | list[list[Result]]:
-        """Answer one prompt (text, token ids or Request), or a list of them as a batch.
+        """Answer one prompt (text, token ids, Chat or Request), or a list of them as a batch.
 
         With ``n`` a list of n answers in place of each: independent samples, each with noise of its own, that share the
         prompt's cache and may draft from each other. At temperature 0 they would all be the same, and n > 1 is refused.
@@ -192,9 +98,7 @@ class Pair:
         answers = [results[at : at + each] for at in range(0, len(results), each)]
         return answers[0] if single else answers
 
-    def answers(
-        self, /, prompts: Sequence[str | Request | Sequence[int]], *, n: int = 1, **settings: Any
-    ) -> Iterator[tuple[int, Result]]:
+    def answers(self, /, prompts: Sequence[Prompt], *, n: int = 1, **settings: Any) -> Iterator[tuple[int, Result]]:
         """The answers to a list of prompts as each is finished, with its index: n to a prompt, one prompt's after the
         other's. Arguments and errors as for ``generate``, raised before the first is asked for."""
         return self._results(self._start(prompts, settings, check_n(n)))
@@ -203,7 +107,7 @@ class Pair:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
         if not is_single(prompt):
             raise UsageError(
-                "stream takes one prompt (text, token ids or a Request), not a list: generate takes several"
+                "stream takes one prompt (text, token ids, a Chat or a Request), not a list: generate takes several"
             )
         return Stream(self._pieces(self._start([prompt], settings)))
 
@@ -218,7 +122,7 @@ class Pair:
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
         return settings
 
-    def _start(self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1) -> Iterator[tuple[_Answer, Event]]:
+    def _start(self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1) -> Iterator[tuple[Answer, Event]]:
         """Check everything now, run when iterated: each round of each answer, n answers a prompt."""
         check_names(given)
         asked = [self._request(prompt, given) for prompt in prompts]
@@ -235,19 +139,27 @@ class Pair:
             prompt, given = prompt.prompt, {**given, **prompt.settings}
         return self.token_ids(prompt), self.settings(given)
 
-    def token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """The ids of a prompt, given as text or as ids. Raises UsageError for what is neither."""
-        return (
-            self.codec.encode(check_text(prompt))
-            if isinstance(prompt, str)
-            else check_ids(prompt, self.target.spec.vocab_size)
-        )
+    def token_ids(self, prompt: str | Sequence[int] | Chat) -> list[int]:
+        """The ids of a prompt, given as text, as ids or as a Chat. Raises UsageError for what is none of them, and
+        BundleError for a Chat where the bundle has no chat template."""
+        if isinstance(prompt, Chat):
+            return self.codec.encode(check_text(self.chat_template.render(prompt)), framed=True)
+        if isinstance(prompt, str):
+            return self.codec.encode(check_text(prompt))
+        return check_ids(prompt, self.target.spec.vocab_size)
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """What makes a prompt of a conversation. Raises BundleError if the bundle has none."""
+        from .chat_template import ChatTemplate
+
+        return ChatTemplate.read(self.bundle)
 
     def _admit(
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
-    ) -> Iterator[tuple[_Answer, Event]]:
+    ) -> Iterator[tuple[Answer, Event]]:
         """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         eos = self.bundle.manifest.models["target"].eos_token_ids
         events = self.decoder.decode(
             requests,
@@ -257,22 +169,22 @@ class Pair:
         )
         for (ids, settings), sample in zip(requests, siblings, strict=True):
             text = TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)
-            answers.append(_Answer(start + len(answers), settings, sample.number, text))
+            answers.append(Answer(start + len(answers), settings, sample.number, text))
         return ((answers[event.index], event) for event in events)
 
-    def _results(self, rounds: Iterator[tuple[_Answer, Event]]) -> Iterator[tuple[int, Result]]:
+    def _results(self, rounds: Iterator[tuple[Answer, Event]]) -> Iterator[tuple[int, Result]]:
         for answer, event in rounds:
             answer.take(event)
             if event.stats is not None:
                 yield answer.index, self._result(answer, event)
 
-    def _pieces(self, rounds: Iterator[tuple[_Answer, Event]]) -> Iterator[Piece | Result]:
+    def _pieces(self, rounds: Iterator[tuple[Answer, Event]]) -> Iterator[Piece | Result]:
         for answer, event in rounds:
             yield from answer.pieces(event)
             if event.stats is not None:
                 yield self._result(answer, event)
 
-    def _result(self, answer: _Answer, event: Event) -> Result:
+    def _result(self, answer: Answer, event: Event) -> Result:
         assert event.finish_reason is not None and event.stats is not None
         branches = answer.settings.branches
         return Result(

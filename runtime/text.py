@@ -25,14 +25,17 @@ class Codec:
         """Raises BundleError if the file is missing or not a tokenizer."""
         try:
             self.tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            self.tokenizer.no_truncation()  # some were saved as they were used in training: no prompt is to be cut
+            self.tokenizer.no_padding()
         except FileNotFoundError:
             raise BundleError(f"{path} is missing; copy the whole bundle or export it again") from None
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance)."""
-        return list(self.tokenizer.encode(text).ids)
+    def encode(self, text: str, *, framed: bool = False) -> list[int]:
+        """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance), unless the text
+        has that already: it is ``framed``."""
+        return list(self.tokenizer.encode(text, add_special_tokens=not framed).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""

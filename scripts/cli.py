@@ -24,7 +24,7 @@ import click
 from .. import __version__
 from ..errors import LeadoutError
 
-COMMANDS = ("export", "generate", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
+COMMANDS = ("export", "generate", "chat", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
 STREAMS = ("stdout", "stderr")
 
 

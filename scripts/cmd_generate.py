@@ -14,7 +14,7 @@ from ..errors import UsageError
 from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
-    from ..runtime.pair import Pair, Result, Stream
+    from ..runtime.pair import Pair, Piece, Result, Stream
 
 STATS = (
     "held",
@@ -40,7 +40,8 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
     "--batch-file",
     type=click.Path(),
     metavar="FILE.jsonl",
-    help="One {\"prompt\": ..., any settings} a line: a batch. Labels 'kind' and 'file' are passed over.",
+    help='One {"prompt": ..., any settings} a line: a batch. "messages" may stand for the prompt; labels \'kind\' and'
+    " 'file' are passed over.",
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
 @click.option(
@@ -92,19 +93,24 @@ def check_lines(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: 
 
 
 def write_stream(stream: Stream) -> None:
-    """Show pieces as they come, drafted ones tinted, then the summary."""
+    """Show an answer as it comes, then the summary."""
+    write_pieces(stream)
+    summarise(stream.result)
+
+
+def write_pieces(pieces: Iterable[Piece]) -> None:
+    """Show pieces as they come, drafted ones tinted, and end the line."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for piece in stream:
+    for piece in pieces:
         if console.is_terminal:
             console.print(Text(piece.text.translate(HARMLESS), style="cyan" if piece.from_draft else ""), end="")
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     click.echo()
-    summarise(stream.result)
 
 
 def write_batch(

@@ -1,13 +1,16 @@
 """Grow a checkpoint without changing its function, to measure realistic cost ratios with real acceptance.
 
-Extra layers have zero output projections; extra intermediate units have zero columns in the down projection. What
-the model computes is the same up to rounding, what it costs is not: label every figure taken with it as "grown".
+Extra layers have zero output projections; extra intermediate units have zero columns in the down projection; extra
+hidden units hold zeros, and norms, whose mean they lower, are scaled for it. What the model computes is the same up to
+rounding, what it costs is not: label every figure taken with it as "grown".
 
     python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4064
+    python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4864 --hidden 1536
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -18,23 +21,31 @@ from transformers import AutoConfig, AutoModelForCausalLM
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def grow(source: Path, layers: int, intermediate: int) -> torch.nn.Module:
-    """The checkpoint with ``layers`` layers and ``intermediate`` units in each MLP (both at least what it has)."""
+def grow(source: Path, layers: int, intermediate: int, hidden: int | None = None) -> torch.nn.Module:
+    """The checkpoint with ``layers`` layers, ``intermediate`` units in each MLP (both at least what it has) and
+    ``hidden`` units between them: as many as it has, or 4, 16, 64 times that, so that the root by which the weights of
+    norms change is a power of two and no bit of them is lost. Raises UsageError for less, or others."""
     small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config = AutoConfig.from_pretrained(source)
     if layers < config.num_hidden_layers or intermediate < config.intermediate_size:
         have = f"{config.num_hidden_layers} layers and {config.intermediate_size} units"
         raise click.UsageError(f"can only grow: the checkpoint has {have}")
-    config.num_hidden_layers, config.intermediate_size = layers, intermediate
+    hidden = config.hidden_size if hidden is None else hidden
+    if hidden not in [config.hidden_size * 4**n for n in range(4)]:
+        raise click.UsageError(f"hidden must be {config.hidden_size} or 4, 16 or 64 times that, not {hidden}")
+    shrunk = config.hidden_size / hidden  # what zeros leave of a mean of squares
+    config.num_hidden_layers, config.intermediate_size, config.hidden_size = layers, intermediate, hidden
+    config.rms_norm_eps *= shrunk
     torch.manual_seed(0)
     large = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights, old = large.state_dict(), small.state_dict()
     with torch.no_grad():
         for name, value in weights.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight")):
                 value.zero_()
             if name in old:
-                value[tuple(slice(n) for n in old[name].shape)] = old[name]
+                corner = tuple(slice(n) for n in old[name].shape)
+                value[corner] = old[name] * (math.sqrt(shrunk) if name.endswith("norm.weight") else 1)
     return large
 
 
@@ -43,14 +54,15 @@ def grow(source: Path, layers: int, intermediate: int) -> torch.nn.Module:
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--layers", type=int, required=True, help="Layers of the grown model.")
 @click.option("--intermediate", type=int, required=True, help="Units in each of its MLPs.")
-def main(source: Path, destination: Path, layers: int, intermediate: int) -> None:
+@click.option("--hidden", type=int, help="Units between its layers: 4, 16 or 64 times as many. [default: as many]")
+def main(source: Path, destination: Path, layers: int, intermediate: int, hidden: int | None) -> None:
     """Grow SOURCE (a Llama-like checkpoint) into DESTINATION."""
-    click.echo(f"{write_grown(source, destination, layers, intermediate):,} parameters")
+    click.echo(f"{write_grown(source, destination, layers, intermediate, hidden):,} parameters")
 
 
-def write_grown(source: Path, destination: Path, layers: int, intermediate: int) -> int:
+def write_grown(source: Path, destination: Path, layers: int, intermediate: int, hidden: int | None = None) -> int:
     """Save the grown checkpoint with its tokenizer, in bfloat16. Returns how many parameters it has."""
-    model = grow(source, layers, intermediate)
+    model = grow(source, layers, intermediate, hidden)
     count = int(sum(p.numel() for p in model.parameters()))
     model.to(torch.bfloat16).save_pretrained(destination)
     for name in COPIED:

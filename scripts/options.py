@@ -200,12 +200,12 @@ def read_text(path: str) -> str:
 
 
 LABELS = ("kind", "file")
-PROMPT_LINES = "One {\"prompt\": ...} a line; the labels 'kind' and 'file' are passed over."
+PROMPT_LINES = "One {\"prompt\": ...} or {\"messages\": [...]} a line; labels 'kind' and 'file' are passed over."
 
 
 class Line(NamedTuple):
-    """A prompt (text or token ids) with settings of its own, and where it stands: ``FILE, line 3``; empty for one that
-    is an option."""
+    """A prompt (text, token ids or a Chat) with settings of its own, and where it stands: ``FILE, line 3``; empty for
+    one that is an option."""
 
     prompt: Any
     settings: dict[str, Any]
@@ -244,20 +244,30 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
 
 
 def read_row(text: str) -> dict[str, Any]:
-    """A line's ``prompt`` and settings, by name. Raises UsageError for what is no such object."""
+    """A line's ``prompt``, which ``messages`` may be instead, and settings, by name. Raises UsageError for what is no
+    such object."""
+    from ..runtime.prompts import Chat
+
     try:
         row = json.loads(text)
     except RecursionError:
         raise UsageError("not JSON: its brackets are nested too deep") from None
     except ValueError as error:
         raise UsageError(f"not JSON: {error}") from None
-    if not isinstance(row, dict) or not isinstance(prompt := row.get("prompt"), (str, list)):
-        raise UsageError('expected an object like {"prompt": "text"}')
-    if isinstance(prompt, list) and not all(type(token_id) is int for token_id in prompt):
-        raise UsageError(f"a prompt must be text or a list of token ids, not {shown(prompt)}")
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise UsageError('expected an object like {"prompt": "text"} or {"messages": [{"role": "user", ...}]}')
+    if "messages" in row:
+        row["prompt"] = Chat(row.pop("messages"))
+    elif not is_prompt(row["prompt"]):
+        raise UsageError(f"a prompt must be text or a list of token ids, not {shown(row['prompt'])}")
     if isinstance(biases := row.get("logit_bias"), dict):
         row["logit_bias"] = by_token(map(token_bias, biases, biases.values()))
     return {name: value for name, value in row.items() if name not in LABELS}
+
+
+def is_prompt(value: Any) -> bool:
+    """Whether ``value`` is text, or a list that could be of token ids."""
+    return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
 
 
 def token_bias(token_id: str, amount: Any) -> tuple[int, Any]:
@@ -275,7 +285,7 @@ def check_bare(row: dict[str, Any], command: str) -> None:
     for name in row:
         if name in SETTINGS:
             raise UsageError(f"'{name}' is a setting; {command} takes settings as options")
-        raise UsageError(f"unknown key '{name}' (known: prompt, {', '.join(LABELS)})")
+        raise UsageError(f"unknown key '{name}' (known: prompt, messages, {', '.join(LABELS)})")
 
 
 def prompt_ids(pair: Pair, lines: Iterable[Line]) -> list[list[int]]:

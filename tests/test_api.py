@@ -259,14 +259,14 @@ def test_illegal_settings_are_refused_before_anything_runs(pair: Pair, settings:
         (np.array([1.5, 2.0]), "a token id in a prompt .*, not 1.5"),
         (np.array([[1, 2], [3, 4]]), "a prompt of token ids must be an array of 1 dimension, not 2"),
         ("a\ud800", r"a prompt must be text of whole characters, not with a lone surrogate \(U\+D800 at 1\)"),
-        (None, "a prompt must be text, token ids or a Request, or a list of these, not None"),
-        (5, "a prompt must be text, token ids or a Request, or a list of these, not 5"),
+        (None, "a prompt must be text, token ids, a Chat or a Request, or a list of these, not None"),
+        (5, "a prompt must be text, token ids, a Chat or a Request, or a list of these, not 5"),
         (b"abc", "a prompt must be text, .*, not b'abc'"),
         (memoryview(b"abc"), "a prompt must be text, .*, not <memory"),
         ({1: 2}, "a prompt must be text, .*, not {1: 2}"),
         ((token_id for token_id in (1, 2)), "a prompt must be text, .*, not <generator"),
-        (["a", None], "a prompt must be text, token ids or a Request, not None"),
-        ([b"abc"], "a prompt must be text, token ids or a Request, not b'abc'"),
+        (["a", None], "a prompt must be text, token ids, a Chat or a Request, not None"),
+        ([b"abc"], "a prompt must be text, token ids, a Chat or a Request, not b'abc'"),
     ],
 )
 def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any, message: str) -> None:
@@ -281,7 +281,7 @@ def test_prompts_without_meaning_are_refused(pair: Pair, prompt: Any, message: s
 def test_what_takes_one_prompt_says_so(pair: Pair, prompt: Any) -> None:
     with pytest.raises(UsageError, match=r"stream takes one prompt .*, not a list"):
         pair.stream(prompt)
-    with pytest.raises(UsageError, match="a Request takes one prompt, text or token ids, not"):
+    with pytest.raises(UsageError, match="a Request takes one prompt, text, token ids or a Chat, not"):
         Request(prompt)
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from leadout.errors import ExportError
 from leadout.export.build import export_pair
+from leadout.export.checkpoint import other_reading, read_config, vocabulary
 from leadout.export.defaults import FILE, choose_sampling, keep_readable
 
 
@@ -103,3 +104,21 @@ def test_a_target_whose_tokenizer_says_more_than_its_head_is_refused(source: Pat
     with pytest.raises(ExportError, match="not a tokenizer"):
         export_pair(source, None, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_transformers_reads_otherwise_is_said(source: Path, tmp_path: Path) -> None:
+    """Tokens that a later training added may be nowhere but in the tokenizer's settings."""
+    assert other_reading(str(source), vocabulary(str(source), read_config(source))) is None
+    token = {"content": "<|im_start|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": {"511": {**token, "single_word": False}},
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    said: list[str] = []
+    export_pair(source, None, tmp_path / "out", progress=said.append)
+    (line,) = [line for line in said if "tokenizer.json" in line]
+    assert line.startswith("target: transformers' ") and "reads ' <|im_start|>' as other tokens" in line
+    settings = {"tokenizer_class": "OfItsOwn", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert other_reading(str(source), vocabulary(str(source), read_config(source))) is None

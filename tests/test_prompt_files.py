@@ -46,7 +46,8 @@ def test_only_a_newline_ends_a_line_and_a_mark_may_begin_the_file(tmp_path: Path
         (DEEP, "not JSON: its brackets are nested too deep"),
         ('{"prompt": "x", "self": 1}', "unknown setting 'self'"),
         ('{"prompt": "x", "temprature": 1}', "did you mean 'temperature'"),
-        ('{"prompt": {"a": 1}}', 'expected an object like {"prompt": "text"}'),
+        ('{"prompt": {"a": 1}}', "a prompt must be text or a list of token ids, not {'a': 1}"),
+        ('{"text": "x"}', 'expected an object like {"prompt": "text"}'),
         ('{"prompt": [1, "a"]}', "a prompt must be text or a list of token ids, not [1, 'a']"),
         ('{"prompt": [true]}', "a prompt must be text or a list of token ids"),
         (
@@ -56,7 +57,7 @@ def test_only_a_newline_ends_a_line_and_a_mark_may_begin_the_file(tmp_path: Path
         ('{"prompt": "x", "logit_bias": {"3": "much"}}', "logit_bias must be token ids and numbers"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "03": 2}}', "logit_bias of token 3 is given twice"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = file(tmp_path, f'{{"prompt": "x"}}\n{line}\n')
@@ -77,7 +78,7 @@ def test_biases_of_a_line_are_by_token(tmp_path: Path) -> None:
     [
         ({"prompt": "x", "max_new_tokens": 3}, "'max_new_tokens' is a setting; {} takes settings as options"),
         ({"prompt": "x", "kind": "a", "draft": "none"}, "'draft' is a setting; {} takes settings as options"),
-        ({"prompt": "x", "colour": "red"}, "unknown key 'colour' (known: prompt, kind, file)"),
+        ({"prompt": "x", "colour": "red"}, "unknown key 'colour' (known: prompt, messages, kind, file)"),
     ],
 )
 def test_who_takes_settings_as_options_refuses_them_in_lines(

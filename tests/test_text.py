@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from leadout.errors import BundleError
+from leadout.export.pairing import Vocabulary
 from leadout.runtime.text import Codec, TextStream
 
 END = 0
@@ -169,3 +171,16 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(BundleError, match="not a tokenizer"):
         Codec(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_saved_as_it_was_used_in_training_cuts_nothing_off(tokenizer_file: Path, tmp_path: Path) -> None:
+    """Some checkpoints say how long the lines of their training were, and with what shorter ones were filled up."""
+    text = "def f(self):\n    return 1\n"
+    expected = Codec(tokenizer_file).encode(text)
+    saved = Tokenizer.from_file(str(tokenizer_file))
+    saved.enable_truncation(max_length=4)
+    saved.enable_padding(length=64, pad_id=7, pad_token="x")
+    saved.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids == expected[:4] + [7] * 60
+    assert Codec(tmp_path / "tokenizer.json").encode(text) == expected
+    assert Vocabulary.read("saved", tmp_path / "tokenizer.json", 512).tokenizer.encode(text).ids == expected

@@ -1,0 +1,115 @@
+"""How a conversation becomes a prompt: by the chat template that came with the checkpoint, run in a sandbox.
+
+A template is a program that somebody else wrote (in Jinja). It sees messages and special tokens as plain data and can
+reach nothing else of the process; how long it runs is its own affair, so a bundle is to be trusted that far.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..bundle import Bundle, read_json
+from ..errors import BundleError, UsageError
+from .prompts import Chat
+
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of old checkpoints that bring several templates
+
+
+class ChatTemplate:
+    """The templates of a checkpoint by name (mostly one, ``default``), and what its special tokens are called."""
+
+    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
+        """``tokens``: ``bos_token`` and its like, as text. Raises BundleError for what is no template."""
+        self._tokens = dict(tokens)
+        try:
+            environment = _environment()
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except TemplateError as error:
+            raise BundleError(f"the bundle's chat template is none: {_line(error)}") from None
+
+    @classmethod
+    def read(cls, bundle: Bundle) -> ChatTemplate:
+        """The bundle's: ``chat_template.jinja``, or what ``tokenizer_config.json`` holds. Raises BundleError if there
+        is none."""
+        files = bundle.manifest.files
+        config = read_json(bundle.path / CONFIG, "a tokenizer's settings") if CONFIG in files else {}
+        if not isinstance(config, dict):
+            raise BundleError(f"{bundle.path / CONFIG}: not a tokenizer's settings: no object")
+        if FILE in files:
+            sources = {DEFAULT: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
+        else:
+            sources = _named(config.get("chat_template"))
+        if DEFAULT not in sources:
+            raise BundleError(
+                f"bundle '{bundle.path}' has no chat template ({FILE}, or chat_template in {CONFIG}):"
+                " its model continues text; give it a prompt"
+            )
+        return cls(sources, _special_tokens(config))
+
+    def render(self, chat: Chat) -> str:
+        """The prompt as text, special tokens written out. Raises UsageError with what the template says of messages
+        that it does not take."""
+        tools = bool(chat.variables.get("tools")) and WITH_TOOLS in self._templates
+        known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
+        try:
+            return self._templates[WITH_TOOLS if tools else DEFAULT].render({**known, "messages": chat.messages})
+        except Exception as error:  # a template does what it likes
+            raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
+
+
+def _named(found: object) -> dict[str, str]:
+    """Templates by name: one alone is the default, a list has objects with ``name`` and ``template``."""
+    if isinstance(found, str):
+        return {DEFAULT: found}
+    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return {str(each.get("name")): text for each in entries if isinstance(text := each.get("template"), str)}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like: text, or an object with the text as ``content``."""
+    found = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks for those who train what the model has written; here it is what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What templates are written for, transformers' functions and settings; they can change no value they are given."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _to_json
+    made.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
+    return made
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter writes for web pages, with < and & in codes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,107 @@
+"""`leadout chat`: a conversation with the pair, a message a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UsageError
+from .cli import Stopped
+from .cmd_generate import summarise, write_pieces
+from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, given, options, taken
+
+if TYPE_CHECKING:
+    from ..runtime.pair import Pair, Piece
+
+LENGTH = "--max-new-tokens"
+
+
+@click.command("chat")
+@click.argument("bundle", type=BUNDLE)
+@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option(
+    "--variable",
+    "variables",
+    multiple=True,
+    metavar="NAME=JSON",
+    help="What else the chat template reads, for instance enable_thinking=false. Repeatable.",
+)
+@click.option(LENGTH, type=int, metavar="N", help="End an answer after N tokens. [default: when the model does]")
+@options(tuple(each for each in SETTINGS if each[0] != LENGTH))
+@options(ENGINE)
+@options(AHEAD)
+def command(bundle: str, system: str | None, variables: tuple[str, ...], **settings: Any) -> None:
+    """Talk with the pair in BUNDLE, by the chat template of its checkpoint.
+
+    Each line is a message; the answer goes to stdout as it is written, a summary to stderr. Ctrl-C ends an answer,
+    Ctrl-D (the end of the input) the conversation.
+    """
+    from ..runtime.pair import load
+
+    known = dict(map(variable, variables))
+    where = taken(settings, ENGINE, AHEAD)
+    wanted = given(settings)
+    with load(bundle, **where, batch_size=1) as pair:
+        if pair.note:
+            click.echo(pair.note, err=True)
+        wanted.setdefault("max_new_tokens", pair.target.spec.max_context)
+        converse(pair, [] if system is None else [{"role": "system", "content": system}], known, wanted)
+
+
+def variable(text: str) -> tuple[str, Any]:
+    """``NAME=JSON``: a name and its value. Raises UsageError."""
+    name, _, value = text.partition("=")
+    try:
+        if name.isidentifier():
+            return name, json.loads(value)
+    except (ValueError, RecursionError):
+        pass
+    raise UsageError(f"variable '{text}' is not NAME=JSON, for instance enable_thinking=false")
+
+
+def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Answer line after line of stdin, each after all before it. Raises what cannot be answered: before the first line
+    what is wrong with the bundle or the settings, ContextError once the conversation has become too long."""
+    from ..runtime.pair import Chat
+
+    pair.settings(settings)
+    assert pair.chat_template  # one that is missing is missed now
+    for line in lines():
+        messages.append({"role": "user", "content": line})
+        stream = pair.stream(Chat(messages, **variables), **settings)
+        texts: list[str] = []
+        try:
+            write_pieces(noted(stream, texts))
+            summarise(stream.result)
+        except Stopped:
+            raise
+        except KeyboardInterrupt:  # what was written stands
+            click.echo()
+        messages.append({"role": "assistant", "content": "".join(texts)})
+
+
+def lines() -> Iterator[str]:
+    """What the user says; lines of white space say nothing. A terminal is asked for each."""
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    if prompt:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # gives input() its line editing
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def noted(pieces: Iterable[Piece], texts: list[str]) -> Iterator[Piece]:
+    """``pieces``, whose texts are put down in ``texts``, also those of an answer that is not taken to its end."""
+    for piece in pieces:
+        texts.append(piece.text)
+        yield piece
