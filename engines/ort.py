@@ -330,10 +330,10 @@ class SlotEngine:
         """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
         self._check_open()
         if (variant, graphs) not in self._sessions:
-            path, where = self._model.path(variant), {"provider": self._provider, "threads": self._threads}
+            path = self._model.path(variant)
             try:
                 with self._pages.opening():
-                    session = open_session(path, **where, graphs=graphs)
+                    session = open_session(path, provider=self._provider, threads=self._threads, graphs=graphs)
             except EngineError as error:
                 if not graphs:
                     raise
@@ -395,7 +395,6 @@ class SlotEngine:
         )
         if self._graphs and not seen:
             self._name_graph(step, width)
-        store = self._device_logits
-        step.bind(self._cache, None if store is None else (store.address, self._spec.vocab_size))
+        step.bind(self._cache, (store.address, self._spec.vocab_size) if (store := self._device_logits) else None)
         self._steps[rows, width, wanted, seen] = step
         return step
