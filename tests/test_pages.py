@@ -1,4 +1,4 @@
-"""Weights in huge pages: the memory that a session took and no other, moved once, and the same afterwards."""
+"""Weights in huge pages: the memory that a session took and no other, moved bit by bit, and the same afterwards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from leadout.bundle import Bundle
 from leadout.engines import open_engine, pages
-from leadout.engines.pages import Pages, Region, anonymous, beyond, collapse, huge_page
+from leadout.engines.pages import Pages, Region, anonymous, beyond, collapse, huge_page, places
 
 SIZE = 2 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+gives = pytest.mark.skipif(huge_page() != SIZE, reason="this kernel gives no huge pages of 2 MiB to those who ask")
 
 
 def disjoint(cuts: list[int]) -> list[Region]:
     """Every second stretch between cuts."""
     ends = sorted(set(cuts))
-    return [(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False)]
+    return list(zip(ends[::2], ends[1::2], strict=False))
 
 
 def inside(regions: list[Region]) -> set[int]:
@@ -38,43 +39,63 @@ def test_beyond_is_what_was_not_there_before(after: list[Region], before: list[R
     assert found == sorted(found)
 
 
+@given(regions=st.lists(st.integers(0, 60)).map(disjoint), size=st.integers(1, 7))
+def test_places_are_whole_pages_inside(regions: list[Region], size: int) -> None:
+    whole = [n for n in range(0, 61, size) if any(first <= n and n + size <= end for first, end in regions)]
+    assert places(regions, size) == whole
+
+
+@pytest.fixture
+def taken() -> Callable[[int], tuple[mmap.mmap, int]]:
+    """Memory of a mapping's own, and its address."""
+
+    def take(size: int) -> tuple[mmap.mmap, int]:
+        found = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return found, np.frombuffer(found, np.uint8).ctypes.data
+
+    return take
+
+
 @linux
-def test_memory_that_was_taken_meanwhile_is_found() -> None:
-    kept, files = Pages(True), Pages(False)
-    with kept.opening(), files.opening():
-        taken = mmap.mmap(-1, 3 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    first = np.frombuffer(taken, np.uint8).ctypes.data
-    assert any(start <= first and first + 3 * SIZE <= end for start, end in kept._regions)
-    assert any(start <= first and first + 3 * SIZE <= end for start, end in anonymous())
-    assert files._regions == []
+def test_memory_that_was_taken_meanwhile_is_found(
+    taken: Callable[[int], tuple[mmap.mmap, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "huge_page", lambda: SIZE)
+    found, none = Pages(True), Pages(False)
+    earlier = taken(4 * SIZE)
+    with found.opening(), none.opening():
+        later = taken(4 * SIZE)
+    expected = set(places([(later[1], later[1] + 4 * SIZE)], SIZE))
+    assert len(expected) >= 3 and expected <= set(found._small)
+    assert not set(places([(earlier[1], earlier[1] + 4 * SIZE)], SIZE)) & set(found._small)
+    assert none._small == []
 
 
-def huge(first: int) -> int:
-    """Bytes of huge pages where ``first`` is."""
+def huge(place: int) -> int:
+    """Bytes of huge pages in the mapping of ``place``."""
     here = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
+        if not head.endswith(":"):
             start, end = (int(each, 16) for each in head.split("-"))
-            here = start <= first < end
+            here = start <= place < end
         elif here and head == "AnonHugePages:":
             return int(line.split()[1]) << 10
     return 0
 
 
-@pytest.mark.skipif(huge_page() != SIZE, reason="this kernel gives no huge pages of 2 MiB to those who ask")
-def test_what_is_in_use_moves_and_stays_as_it_is() -> None:
-    taken = mmap.mmap(-1, 8 * SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(taken, np.uint8)
-    first = array.ctypes.data
-    begin = -first % SIZE
-    array[: begin + 2 * SIZE] = np.random.default_rng(0).integers(0, 256, begin + 2 * SIZE)  # the rest is never touched
-    before = array[: begin + 2 * SIZE].copy()
-    moved = collapse([(first, first + 8 * SIZE)])
-    if not moved:
+@gives
+def test_what_is_in_use_moves_and_stays_as_it_is(taken: Callable[[int], tuple[mmap.mmap, int]]) -> None:
+    memory, address = taken(6 * SIZE)
+    full, empty, *_ = places([(address, address + 6 * SIZE)], SIZE)
+    array = np.frombuffer(memory, np.uint8)[full - address :][:SIZE]
+    array[:] = np.random.default_rng(0).integers(0, 256, SIZE)
+    before, already = array.copy(), huge(full)
+    if not collapse(full, SIZE):
         pytest.skip("this kernel cannot collapse (it needs Linux 6.1), or has no huge page left")
-    assert moved in (SIZE, 2 * SIZE) and huge(first) == moved
-    assert np.array_equal(array[: begin + 2 * SIZE], before)
+    assert huge(full) == already + SIZE and np.array_equal(array, before)
+    assert not collapse(empty, SIZE), "nobody uses it: it would only become memory"
+    assert not collapse(SIZE, SIZE), "nothing is there"
 
 
 ASKED = "always [madvise] never"
@@ -99,52 +120,70 @@ def test_settings_are_kept_to(
         (tmp_path / "enabled").write_text(enabled + "\n")
     (tmp_path / "hpage_pmd_size").write_text(size + "\n")
     assert huge_page() == expected
-    if not expected:
-        assert collapse([(0, 4 * SIZE)]) == 0
     monkeypatch.setattr(pages, "_MAPS", tmp_path / "none")
     assert anonymous() == []
     monkeypatch.setattr(sys, "platform", "win32")
     assert huge_page() == 0
 
 
-def test_only_who_stays_pays_for_it(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts in the first seconds find weights where they are; the first after that moves them, once; those of a graph
-    that is opened later are moved later."""
-    moved: list[list[Region]] = []
-    now, taken = [100.0], iter(range(100))
+def test_it_is_done_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second a prompt at most, and a twentieth of all the time there was."""
+    now, moved = [50.0], []
+
+    def move(place: int, size: int) -> bool:
+        moved.append(place)
+        now[0] += 0.03
+        return True
+
     monkeypatch.setattr(pages, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(pages, "_WAITS", 1.0)
-    monkeypatch.setattr(pages, "anonymous", lambda: [(0, 10), (20, 21 + next(taken))])  # more each time it is asked
-    monkeypatch.setattr(pages, "collapse", lambda regions: moved.append(list(regions)))
+    monkeypatch.setattr(pages, "huge_page", lambda: 10)
+    taken = iter([[(0, 10)], [(0, 110)], [(0, 110)], [(0, 110), (200, 230)]])
+    monkeypatch.setattr(pages, "anonymous", lambda: next(taken))
+    monkeypatch.setattr(pages, "collapse", move)
+    held = Pages(True)
+    with held.opening():
+        pass
+    assert len(held._small) == 10
+    held.settle()
+    assert moved == [], "there was no time yet"
+    counts = []
+    for seconds in (0.5, 0.5, 100.0, 0.0):
+        now[0] += seconds
+        held.settle()
+        counts.append(len(moved))
+    assert counts == [1, 2, 6, 10]
+    with held.opening():
+        pass
+    held.settle()
+    assert len(moved) == 13 and len(set(moved)) == 13 and held._small == []
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_engine_settles_before_its_prompts(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    settled: list[int] = []
+    monkeypatch.setattr(Pages, "settle", lambda self: settled.append(1))
     engine = open_engine(Bundle.read(tiny_bundle).model("target"), threads=1)
-
-    def logits(rows: int) -> np.ndarray:
-        engine.reset(rows)
-        return np.array(engine.forward(np.arange(1, 9)[None].repeat(rows, 0), np.zeros(rows, np.int64)))
-
-    first = logits(1)
-    now[0] += 1.0
-    assert np.array_equal(logits(1), first) and moved == []
-    now[0] += 0.5
-    assert np.array_equal(logits(1), first) and moved == [[(21, 22)]]
-    now[0] += 100.0
-    assert np.array_equal(logits(1), first) and len(moved) == 1
-    logits(2)
-    assert len(moved) == 1
-    now[0] += 2.0
-    logits(2)
-    assert moved == [[(21, 22)], [(23, 24)]]
+    engine.reset(rows)
+    settled.clear()
+    tokens = np.arange(1, 9)[None].repeat(rows, 0)
+    engine.forward(tokens, np.zeros(rows, np.int64))
+    assert settled == [1]
+    if rows == 1:
+        engine.row_logits([1, 2], 8, last=False)  # type: ignore[attr-defined]
+        assert settled == [1], "what one row writes is not held up"
     engine.close()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(huge_page() != SIZE, reason="this kernel gives no huge pages of 2 MiB to those who ask")
+@gives
 def test_the_demo_target_steps_the_same_from_huge_pages(demo_bundle: Callable[[str], Path]) -> None:
     engine = open_engine(Bundle.read(demo_bundle("int8")).model("target"), threads=1)
     tokens = np.arange(1, 65)[None]
     expected = np.array(engine.forward(tokens, np.zeros(1, np.int64)))
-    engine._pages._due = 0.0  # type: ignore[attr-defined]
+    held = engine._pages  # type: ignore[attr-defined]
+    while held._small:
+        held._began = -1e9
+        held.settle()
     engine.reset(1)
     assert np.array_equal(np.asarray(engine.forward(tokens, np.zeros(1, np.int64))), expected)
-    assert engine._pages._regions == []  # type: ignore[attr-defined]
     engine.close()
