@@ -95,6 +95,8 @@ def lines() -> Iterator[str]:
         try:
             line = input(prompt)
         except EOFError:
+            if prompt:
+                click.echo()  # Ctrl-D ends no line
             return
         if line.strip():
             yield line

@@ -373,7 +373,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
         cmd_chat.converse(pair, [], {}, {"max_new_tokens": 9, "draft": "none"})
 
 
-def test_a_terminal_is_asked_for_each_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_asked_for_each_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     said, prompts = iter(["", "a", " ", "b"]), []
 
     def ask(prompt: str) -> str:
@@ -385,10 +385,10 @@ def test_a_terminal_is_asked_for_each_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert list(lines()) == ["a", "b"] and set(prompts) == {"> "}
+    assert list(lines()) == ["a", "b"] and set(prompts) == {"> "} and capsys.readouterr().out == "\n"
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
     said = iter(["c"])
-    assert list(lines()) == ["c"] and prompts[-1] == ""
+    assert list(lines()) == ["c"] and prompts[-1] == "" == capsys.readouterr().out
 
 
 def test_lines_of_a_prompt_file_may_be_conversations(chatty: Path, pair: Pair, tmp_path: Path) -> None:
