@@ -22,16 +22,18 @@ from .checkpoint import Checkpoint, context_length, load, other_reading, read_co
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft
 from .draft_ids import DraftIds
-from .golden import compute_truth, save_golden
+from .golden import compute_truth, save_golden, write_rows
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
-from .quantize import quantize
+from .quantize import ROUNDINGS, quantize
 from .rewrite import let_go
+from .smooth import observe, smooth
 from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
+FITTED = (8, 64)  # rows that the model writes, and tokens of each, for roundings to be fitted to
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa": to_gqa,
     "gqa_even": to_gqa_even,
@@ -91,7 +93,8 @@ def export_pair(
         progress(f"target: reading {sources['target']}")
         checkpoint = load(sources["target"], contexts["target"])
         sampling = choose_sampling(folder, checkpoint.sampling, progress)
-        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress)
+        fitted = not ROUNDINGS.keys().isdisjoint([precision, *(choice.precisions if choice is not None else ())])
+        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted)
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
             if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
@@ -99,7 +102,7 @@ def export_pair(
                 shutil.rmtree(canonical.graph.parent)
                 progress(f"draft: reading {choice.source}")
                 checkpoint = load(choice.source, contexts["draft"])
-                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, draft_ids, ends)
+                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, fitted, draft_ids, ends)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, progress)
         shutil.rmtree(folder / SCRATCH)
         progress("writing the manifest")
@@ -125,16 +128,24 @@ def _require_logits(target: Vocabulary) -> None:
 
 
 def _canonical(
-    checkpoint: Checkpoint, folder: Path, progress: Progress, ids: DraftIds | None = None, ends: Sequence[int] = ()
+    checkpoint: Checkpoint,
+    folder: Path,
+    progress: Progress,
+    fitted: bool,
+    ids: DraftIds | None = None,
+    ends: Sequence[int] = (),
 ) -> Canonical:
-    """A checkpoint, which is of no more use then, as a canonical graph in ``folder``. For a draft ``ids`` say which
-    tokens it gives the logits of, and ``ends`` are the target's that end a text."""
+    """A checkpoint, which is of no more use then, as a canonical graph in ``folder``; ``fitted``: with rows for
+    roundings to be fitted to. For a draft ``ids`` say which tokens it gives the logits of, and ``ends`` are the
+    target's that end a text."""
     progress(f"{folder.name}: reference logits of {checkpoint.architecture}")
     truth = compute_truth(checkpoint)
+    rows, length = FITTED
+    written = write_rows(checkpoint, rows, min(length, checkpoint.max_context), seed=1) if fitted else None
     columns = None if ids is None else ids.columns(checkpoint, truth, ends)
     captured = capture_to(folder, checkpoint, truth, progress, columns)
     checkpoint.release()
-    return simplify_and_pack(captured, progress)
+    return dataclasses.replace(simplify_and_pack(captured, progress), written=written)
 
 
 def _export_draft(
@@ -172,7 +183,7 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
     entry = dataclasses.replace(canonical.entry, directory=folder.name, precision=precision)
     truth, parity, files = canonical.truth, dict(entry.parity), {"canonical": GRAPH}
     save_golden(truth, folder / GOLDEN)
-    cache_type = _save(canonical.graph, folder / GRAPH, precision)
+    cache_type = _save(canonical, folder / GRAPH, precision)
     if precision != "fp32":
         parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
@@ -190,9 +201,11 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
     )
 
 
-def _save(canonical: Path, place: Path, precision: str) -> ir.DataType | None:
+def _save(canonical: Canonical, place: Path, precision: str) -> ir.DataType | None:
     """Write the canonical graph in a precision, weights and all. Returns the type of its cache."""
-    graph = ir.load(canonical)
+    graph = ir.load(canonical.graph)
+    if canonical.written is not None and (rounding := ROUNDINGS.get(precision)) is not None:
+        smooth(graph, observe(canonical.graph, canonical.written), rounding)
     if precision != "fp32":
         quantize(graph, precision)
     ir.save(graph, place, external_data=BLOB)

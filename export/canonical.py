@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from ..bundle import ModelEntry
 from .capture import cache_shapes, capture
@@ -28,13 +30,15 @@ class Canonical:
     """A model as ``graph``, a file in float32 whose weights lie beside it, and the logits it ought to give.
 
     ``entry`` says what holds in every precision and variant, with the parity of the steps so far; ``columns`` are the
-    ids, in order, of its logits (None: all).
+    ids, in order, of its logits (None: all); ``written`` int64 [rows, length] is what the model writes, for roundings
+    to be fitted to (None: they are not).
     """
 
     graph: Path
     entry: ModelEntry
     truth: Truth
     columns: Ids | None = None
+    written: NDArray[np.int64] | None = None
 
     def checked(self, step: str, graph: Path, progress: Callable[[str], None]) -> Canonical:
         """What ``step`` made of it. Raises ExportError if that gives other logits."""

@@ -48,18 +48,18 @@ def compute_truth(checkpoint: Checkpoint) -> Truth:
     Raises ExportError if a logit is not finite.
     """
     model = checkpoint.model
-    tokens = _write_rows(checkpoint, min(LENGTH, checkpoint.max_context))
+    tokens = write_rows(checkpoint, ROWS, min(LENGTH, checkpoint.max_context), seed=0)
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in tokens]
+            rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in torch.from_numpy(tokens)]
     finally:
         model.set_attn_implementation(attention)
     logits = np.stack([row.numpy() for row in rows])
     if not np.isfinite(logits).all():
         raise _not_finite(checkpoint.source)
-    return Truth(tokens.numpy(), logits)
+    return Truth(tokens, logits)
 
 
 def save_golden(truth: Truth, path: Path) -> None:
@@ -76,16 +76,16 @@ def save_golden(truth: Truth, path: Path) -> None:
     )
 
 
-def _write_rows(checkpoint: Checkpoint, length: int) -> torch.Tensor:
-    """[ROWS, length] int64: two tokens drawn at random (or BOS and one), then what the model samples at temperature 1,
-    never an end of text."""
+def write_rows(checkpoint: Checkpoint, rows: int, length: int, *, seed: int) -> NDArray[np.int64]:
+    """[rows, length]: two tokens drawn at random (or BOS and one), then what the model samples at temperature 1, never
+    an end of text. Raises ExportError if a logit is not finite."""
     vocab, first = checkpoint.vocab_size, checkpoint.bos_token_id
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        rows = torch.randint(vocab, (ROWS, 2))
+        torch.manual_seed(seed)
+        written = torch.randint(vocab, (rows, 2))
         if isinstance(first, int) and 0 <= first < vocab:
-            rows[:, 0] = first
-        if length > rows.shape[1]:
+            written[:, 0] = first
+        if length > written.shape[1]:
             settings = GenerationConfig(
                 do_sample=True,
                 top_k=0,
@@ -95,13 +95,13 @@ def _write_rows(checkpoint: Checkpoint, length: int) -> torch.Tensor:
                 eos_token_id=[i for i in checkpoint.eos_token_ids if 0 <= i < vocab] or None,
             )
             with torch.no_grad(), _no_defaults(checkpoint.model):
-                rows = checkpoint.model.generate(
-                    rows,
-                    attention_mask=torch.ones_like(rows),
+                written = checkpoint.model.generate(
+                    written,
+                    attention_mask=torch.ones_like(written),
                     generation_config=settings,
                     logits_processor=LogitsProcessorList([_RequireFinite(checkpoint.source)]),
                 )
-    return rows
+    return np.asarray(written.numpy())
 
 
 @contextlib.contextmanager

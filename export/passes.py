@@ -26,6 +26,7 @@ def simplify(model: ir.Model, max_context: int | None = None) -> None:
     """
     common.IdentityEliminationPass()(model)
     _drop_same_type_casts(model)
+    _drop_same_shape_reshapes(model)
     _gather_rows(model)
     _split_slices(model)
     if max_context is not None:
@@ -86,6 +87,13 @@ def _with_last(value: ir.Value, last: int) -> ir.Shape | None:
 def _drop_same_type_casts(model: ir.Model) -> None:
     for n in list(model.graph):
         if n.op_type == "Cast" and n.inputs[0].dtype == ir.DataType(n.attributes["to"].as_int()):
+            swap(n.outputs[0], n.inputs[0])
+
+
+def _drop_same_shape_reshapes(model: ir.Model) -> None:
+    for n in list(model.graph):
+        shape = dims(n.inputs[0]) if n.op_type == "Reshape" else ()
+        if shape and None not in shape and shape == dims(n.outputs[0]):
             swap(n.outputs[0], n.inputs[0])
 
 

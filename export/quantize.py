@@ -6,7 +6,6 @@ rules out per-tensor dynamic quantisation; it holds for all forms here (from two
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import ml_dtypes
@@ -15,21 +14,14 @@ import onnx_ir as ir
 
 from ..errors import ExportError
 from .half import to_half
+from .linear import Linear, linear_of
 from .rewrite import CONTRIB, Array, array_of, constant, dims, made_by, node, swap, sweep
+from .smooth import Rounding
 
 _FEWEST_COLUMNS = 32  # narrower products (a router's scores) decide much and cost little
 _BLOCK = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class _Linear:
-    """A product with a constant. ``rows`` [N,K] holds the weights by output channel; ``table`` is set if an embedding
-    is looked up in the same initializer (a tied head: the product reads its Transpose)."""
-
-    product: ir.Node
-    weight: ir.Value
-    rows: Array
-    tied: bool
+# What each precision does to a product with weights, for those who fit the model to it first.
+ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(_BLOCK, 127, 8)}
 
 
 def quantize(model: ir.Model, precision: str) -> None:
@@ -130,11 +122,11 @@ def columns_to_int4(weight: Array) -> tuple[Array, Array]:
     return levels.reshape(weight.shape), scale
 
 
-def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value | None]) -> list[str]:
+def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value | None]) -> list[str]:
     """Replace products by what ``rewrite`` makes of them; returns the weights of those it made None of."""
     left = []
-    for n in [n for n in model.graph if n.op_type in ("MatMul", "Gemm")]:
-        linear = _linear(n)
+    for n in list(model.graph):
+        linear = linear_of(n)
         if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS:
             continue
         result = rewrite(model, linear)
@@ -148,20 +140,7 @@ def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, _Linear], ir.Value
     return left
 
 
-def _linear(n: ir.Node) -> _Linear | None:
-    transpose = made_by(n.inputs[1], "Transpose")
-    weight = n.inputs[1] if transpose is None else transpose.inputs[0]
-    array = array_of(weight)
-    if array is None or array.ndim != 2 or array.dtype != np.float32:
-        return None
-    plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
-    if n.op_type == "Gemm" and any(a.value != plain[name] for name, a in n.attributes.items()):
-        return None
-    tied = any(user.op_type == "Gather" for user in weight.consumers())
-    return _Linear(n, weight, array if transpose is not None else array.T, tied)
-
-
-def _int8(model: ir.Model, linear: _Linear) -> ir.Value:
+def _int8(model: ir.Model, linear: Linear) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
     levels, scale = _quantized_input(model, before, before.inputs[0], linear.rows.shape[1])
     rows, channel_scale = rows_to_int8(linear.rows)
@@ -213,7 +192,7 @@ def _same(a: ir.Value, b: ir.Value) -> bool:
     return None not in dims(a) and dims(a) == dims(b) != ()
 
 
-def _int4(model: ir.Model, linear: _Linear) -> ir.Value:
+def _int4(model: ir.Model, linear: Linear) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
     packed, scale = rows_to_int4(linear.rows)
     table, scales = constant(model, f"{name}.u4", packed), constant(model, f"{name}.scale", scale)
@@ -227,7 +206,7 @@ def _int4(model: ir.Model, linear: _Linear) -> ir.Value:
     return result
 
 
-def _int4_blocks(model: ir.Model, linear: _Linear) -> ir.Value | None:
+def _int4_blocks(model: ir.Model, linear: Linear) -> ir.Value | None:
     before, name = linear.product, str(linear.weight.name)
     if linear.rows.shape[1] % _BLOCK:
         return None

@@ -135,6 +135,11 @@ class Nodes:
         self._nodes.append(helper.make_node(kind, inputs, [out], **attributes))
         return out
 
+    def halves(self, x: str) -> tuple[str, str]:
+        first, second = f"{x}.first", f"{x}.second"
+        self._nodes.append(helper.make_node("Split", [x], [first, second], axis=-1, num_outputs=2))
+        return first, second
+
     def ints(self, *values: int) -> str:
         return self.const(np.array(values, np.int64))
 
