@@ -74,9 +74,10 @@ class ModelEntry:
     ``dialect`` names the graph's inputs and cache: ``slots`` (ours: a fixed buffer, rows written at ``past_lens``),
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
     buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
-    ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``parity`` maps the name of a lowering
-    or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all others in
-    the folder: weight blobs, ``golden.npz``.
+    ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``mask_token`` is the id by which a
+    draft is asked for tokens behind one that it does not know yet (None: it says one a step). ``parity`` maps the name
+    of a lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are
+    all others in the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str
@@ -92,6 +93,7 @@ class ModelEntry:
     variants: Mapping[str, FileEntry]
     files: Mapping[str, FileEntry]
     parity: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mask_token: int | None = None
     note: str = ""
 
 
@@ -214,6 +216,8 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
             _check_range(size, 1, _MOST, f"{where}: cache[{i}]: {key}")
     for i, token_id in enumerate(model.eos_token_ids):
         _check_range(token_id, 0, ends - 1, f"{where}: eos_token_ids[{i}]")
+    if model.mask_token is not None:
+        _check_range(model.mask_token, 0, _MOST, f"{where}: mask_token")
     _check_sizes(model.variants, f"{where}: variants")
     _check_sizes(model.files, f"{where}: files")
     for name, difference in model.parity.items():
@@ -279,6 +283,8 @@ def parse(kind: Any, raw: Any, where: str) -> Any:
         return {key: parse(get_args(kind)[1], value, f"{where}: {key}") for key, value in raw.items()}
     if origin is tuple and isinstance(raw, list):
         return tuple(parse(get_args(kind)[0], value, f"{where}[{i}]") for i, value in enumerate(raw))
+    if origin is types.UnionType:  # of one kind and None
+        return None if raw is None else parse(get_args(kind)[0], raw, where)
     if kind is float and type(raw) is int and abs(raw) <= _MOST_BYTES:
         return float(raw)
     if isinstance(kind, type) and type(raw) is kind:

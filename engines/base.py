@@ -72,7 +72,8 @@ class ModelSpec:
     goes in pieces), and of at most ``max_verify`` in a row may all logits be wanted. An engine whose capacity is fixed
     has max_context + max_verify - 1 slots a row.
     ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
-    meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine.
+    meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the
+    id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that).
     """
 
     vocab_size: int
@@ -83,6 +84,7 @@ class ModelSpec:
     precision: str = "fp32"
     narrowest: int = 2
     trees: bool = False
+    mask_token: int | None = None
 
     def chunk(self, rows: int) -> int:
         """Tokens of a prompt that one step brings each of ``rows`` rows."""

@@ -58,6 +58,7 @@ class SlotEngine:
             precision=entry.precision,
             narrowest=self._narrowest(),
             trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
+            mask_token=entry.mask_token,
         )
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0

@@ -25,9 +25,9 @@ class ToyEngine:
     buffer that the next call overwrites, as with a real engine. ``calls`` records (rows, width) of every step.
     """
 
-    def __init__(self, law: Law, vocab_size: int, *, max_context: int = 256) -> None:
+    def __init__(self, law: Law, vocab_size: int, *, max_context: int = 256, mask_token: int | None = None) -> None:
         self.law = law
-        self.spec = ModelSpec(vocab_size=vocab_size, max_context=max_context, trees=True)
+        self.spec = ModelSpec(vocab_size=vocab_size, max_context=max_context, trees=True, mask_token=mask_token)
         self.calls: list[tuple[int, int]] = []
         self.resets = 0
         self._cache = np.full((1, 0), _NEVER_WRITTEN, np.int64)

@@ -20,7 +20,7 @@ from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .checkpoint import Checkpoint, context_length, load, other_reading, read_config, save_texts, vocabulary
 from .defaults import choose_sampling, keep_readable
-from .draft_choice import DraftChoice, choose_draft
+from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
 from .golden import compute_truth, save_golden, write_rows
 from .pairing import Vocabulary
@@ -58,6 +58,7 @@ def export_pair(
     draft_precision: str | None = None,
     draft_vocabulary: int | str | Path | None = None,
     calibration: Sequence[str | Path] = (),
+    mask_token: int | str | None = None,
     max_context: int | None = None,
     progress: Progress = silent,
 ) -> Path:
@@ -65,17 +66,14 @@ def export_pair(
 
     ``draft`` may be ``self`` or ``self:PRECISION``: the target in fewer bits. ``draft_vocabulary`` trims the draft's
     head: to so many tokens, the most frequent in the texts ``calibration``, or to those whose ids are in a file.
+    ``mask_token`` is the id by which the draft says a whole draft in one step, or "none"; by default that which its
+    config.json names.
     An existing bundle at ``out`` is replaced, anything else there is refused. A ``draft_precision`` that is not given
-    is int4, fp16 beside a target in fp16; the target's, if in that the draft is too far from its checkpoint. Raises
-    UsageError, ExportError; then ``out`` is as it was.
+    is int4 (int8, if it says whole drafts in one step), fp16 beside a target in fp16; the target's, if in that the
+    draft is too far from its checkpoint. Raises UsageError, ExportError; then ``out`` is as it was.
     """
     choice = choose_draft(str(target), draft, precision, draft_precision)
-    if choice is None and draft_vocabulary is not None:
-        raise UsageError("draft-vocabulary trims a draft, and none was given")
-    if choice is None and draft_precision is not None:
-        raise UsageError("draft-precision is that of a draft, and none was given")
-    if draft_vocabulary is None and calibration:
-        raise UsageError("calibration texts are for draft-vocabulary, which was not given")
+    _check_asked(choice, draft_precision, draft_vocabulary, calibration, mask_token)
     place = destination(out)
     sources = {"target": str(target)} | ({} if choice is None else {"draft": choice.source})
     configs = {role: read_config(require_there(source)) for role, source in sources.items()}
@@ -85,6 +83,9 @@ def export_pair(
     if choice is not None:
         contexts["draft"] = min(contexts["target"], context_length(configs["draft"]))
         draft_ids = DraftIds.choose(vocabularies["target"], vocabularies["draft"], draft_vocabulary, calibration)
+        mask = _mask_of(choice, configs["draft"], mask_token, draft_ids, progress)
+        if mask is not None and draft_precision is None:
+            choice = choice.in_one_step(precision)
     with aside(place, progress) as folder:
         save_texts(sources["target"], folder)
         keep_readable(folder, progress)
@@ -103,11 +104,40 @@ def export_pair(
                 progress(f"draft: reading {choice.source}")
                 checkpoint = load(choice.source, contexts["draft"])
                 canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, fitted, draft_ids, ends)
-            entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, progress)
+            entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, mask, progress)
         shutil.rmtree(folder / SCRATCH)
         progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
+
+
+def _check_asked(
+    choice: DraftChoice | None,
+    draft_precision: str | None,
+    draft_vocabulary: int | str | Path | None,
+    calibration: Sequence[str | Path],
+    mask_token: int | str | None,
+) -> None:
+    """Raise UsageError for options of a draft that is not given."""
+    if choice is None and draft_vocabulary is not None:
+        raise UsageError("draft-vocabulary trims a draft, and none was given")
+    if choice is None and draft_precision is not None:
+        raise UsageError("draft-precision is that of a draft, and none was given")
+    if mask_token is not None and (choice is None or choice.itself):
+        raise UsageError("mask-token is that of a draft with a checkpoint of its own, and none was given")
+    if draft_vocabulary is None and calibration:
+        raise UsageError("calibration texts are for draft-vocabulary, which was not given")
+
+
+def _mask_of(
+    choice: DraftChoice, config: Any, asked: int | str | None, ids: DraftIds, progress: Progress
+) -> int | None:
+    """The id by which the draft says a whole draft in one step; None if it does not."""
+    mask = None if choice.itself else mask_of(choice.source, config, asked)
+    if mask is not None and ids.match.tokenizer is not None:
+        progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
+        return None
+    return mask
 
 
 def require_there(source: str) -> str:
@@ -149,7 +179,7 @@ def _canonical(
 
 
 def _export_draft(
-    canonical: Canonical, folder: Path, choice: DraftChoice, ids: DraftIds, progress: Progress
+    canonical: Canonical, folder: Path, choice: DraftChoice, ids: DraftIds, mask: int | None, progress: Progress
 ) -> ModelEntry:
     entry = export_first(canonical, folder, choice.precisions, progress)
     columns = canonical.columns
@@ -160,8 +190,10 @@ def _export_draft(
         notes.append(
             f"the target itself in {entry.precision}: {size:.0f} MB beside its own weights, for none are shared"
         )
+    if mask is not None:
+        notes.append(f"says a whole draft in one step, by the mask token {mask}")
     files = {**entry.files, **ids.match.save(folder, kept)}
-    return dataclasses.replace(entry, files=files, note="; ".join(filter(None, notes)))
+    return dataclasses.replace(entry, files=files, mask_token=mask, note="; ".join(filter(None, notes)))
 
 
 def export_first(canonical: Canonical, folder: Path, precisions: Sequence[str], progress: Progress) -> ModelEntry:

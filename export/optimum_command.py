@@ -29,15 +29,16 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         )
         parser.add_argument("--draft-vocabulary", help="Its N likeliest tokens alone, or the ids in this file.")
         parser.add_argument("--calibration", action="append", default=[], help="A text that says which are likely.")
+        parser.add_argument("--mask-token", help="The draft's token that asks for a whole draft in one step, or none.")
         parser.add_argument("--max-context", type=int, help="Positions to allow. Default: the model's own.")
         parser.add_argument("output", type=Path, help="Where to write the bundle.")
 
     def run(self) -> None:
         """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code."""
         from .build import export_pair
+        from .draft_choice import number_or_word
 
         args = self.args
-        wanted = args.draft_vocabulary
         try:
             place = export_pair(
                 args.model,
@@ -45,8 +46,9 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
                 args.output,
                 precision=args.precision,
                 draft_precision=args.draft_precision,
-                draft_vocabulary=int(wanted) if (wanted or "").isdecimal() else wanted,
+                draft_vocabulary=number_or_word(args.draft_vocabulary),
                 calibration=args.calibration,
+                mask_token=number_or_word(args.mask_token),
                 max_context=args.max_context,
                 progress=lambda line: print(line, file=sys.stderr),
             )

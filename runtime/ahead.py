@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
 
+from ..bundle import ModelEntry
 from ..engines.base import LogitRow
 from ..errors import UsageError
 from . import sampling
@@ -33,28 +34,33 @@ from .vocabulary import VocabularyMap
 
 _STRETCH, _SKIPPED, _OUTLIERS = 16, 2, 2
 _FIRST_REST, _LONGEST_REST = 128, 1024
-_OTHER_TOKENIZER = "draft_ahead: a draft with another tokenizer cannot (possible: False or 'auto')"
+_CANNOT = "draft_ahead: {what} cannot (possible: False or 'auto')"
+_OTHER_TOKENIZER = _CANNOT.format(what="a draft with another tokenizer")
+_AT_ONCE = _CANNOT.format(what="a draft model that says its drafts in one step")
 
 
 def check_ahead(
-    wanted: DraftAhead, providers: Collection[str], *, draft: bool, vocabulary: VocabularyMap | None
+    wanted: DraftAhead, providers: Collection[str], *, draft: ModelEntry | None, vocabulary: VocabularyMap | None
 ) -> DraftAhead:
     """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
     CPU. Raises UsageError for what is no setting, and where it cannot be."""
     if wanted not in (True, False, "auto"):
         raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
-    if wanted is True and not draft:
+    if wanted is True and draft is None:
         raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
     if wanted is True and vocabulary is not None and vocabulary.tokenizers is not None:
         raise UsageError(_OTHER_TOKENIZER)
+    if wanted is True and draft is not None and draft.mask_token is not None:
+        raise UsageError(_AT_ONCE)
     return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
 
 
 def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> AheadDrafter | None:
     """``model``, drafting ahead if that is ``wanted`` ("auto": and possible, and seen to pay). Raises UsageError for a
-    draft with another tokenizer: it cuts its text anew each round, so that there is nothing to keep."""
+    draft with another tokenizer, which cuts its text anew each round, so that there is nothing to keep; and for one
+    whose step is a whole draft, of which there is nothing to go on with."""
     if wanted is True and not model.resumes:
-        raise UsageError(_OTHER_TOKENIZER)
+        raise UsageError(_AT_ONCE if model.at_once else _OTHER_TOKENIZER)
     return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
 
 
@@ -78,6 +84,7 @@ class AheadDrafter:
     """
 
     watches = True
+    at_once = False
 
     def __init__(self, model: ModelDrafter, costs: Costs, *, measured: bool) -> None:
         """``measured``: only while it is seen to pay; else always."""

@@ -261,7 +261,8 @@ class Decoder:
         fixed = any(row.settings.draft_length != "auto" for row in rows)
         if not watched or fixed or not all(lengths):
             return lengths, None
-        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1])
+        at_once = self._drafting is not None and self._drafting.at_once
+        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1], at_once=at_once)
         return (lengths, None) if watch is None else (list(watch.limits), watch)
 
     def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:

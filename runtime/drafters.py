@@ -56,10 +56,12 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop, ``lag`` how many committed tokens a row of the last draft had to make up for,
-    ``steps`` how many tokens' time that took. Of what it lacks of a row it reads no more than the last ``reach``."""
+    whether it asks a Watch when to stop, ``at_once`` whether all tokens of a draft come of one step, ``lag`` how many
+    committed tokens a row of the last draft had to make up for, ``steps`` how many tokens' time that took. Of what it
+    lacks of a row it reads no more than the last ``reach``."""
 
     watches: bool
+    at_once: bool
     lag: int
     steps: int
 
@@ -113,6 +115,7 @@ class ModelDrafter:
     """
 
     watches = True  # whether it asks a Watch when to stop
+    at_once = False
     resumes = True  # whether a draft of it can be gone on with
     lag = steps = 0
 

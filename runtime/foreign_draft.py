@@ -17,6 +17,7 @@ from ..errors import EngineError
 from .confidence import Watch
 from .drafters import AHEAD, Draft, ModelDrafter
 from .held import agreement
+from .parallel_drafter import ParallelDrafter
 from .prefill import ALL
 from .retokenise import Tokenizers, Transcript
 from .sequence import Row
@@ -27,9 +28,11 @@ from .vocabulary import VocabularyMap
 
 def model_drafter(stepper: Stepper, vocabulary: VocabularyMap) -> ModelDrafter:
     """The drafter that a draft model with this ``vocabulary`` needs."""
-    if vocabulary.tokenizers is None:
-        return ModelDrafter(stepper, vocabulary)
-    return ForeignDrafter(stepper, vocabulary, vocabulary.tokenizers)
+    if vocabulary.tokenizers is not None:
+        return ForeignDrafter(stepper, vocabulary, vocabulary.tokenizers)
+    if (mask := stepper.engine.spec.mask_token) is not None:
+        return ParallelDrafter(stepper, vocabulary, mask)
+    return ModelDrafter(stepper, vocabulary)
 
 
 class ForeignDrafter(ModelDrafter):

@@ -257,15 +257,15 @@ def load(
     found = Bundle.read(check_path(bundle))
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
-    drafts = "draft" in found.manifest.models
-    ahead = check_ahead(draft_ahead, {provider, device.draft_provider}, draft=drafts, vocabulary=vocabulary)
-    if not drafts and (draft_threads is not None or device.draft_provider != provider):
+    entry = found.manifest.models.get("draft")
+    ahead = check_ahead(draft_ahead, {provider, device.draft_provider}, draft=entry, vocabulary=vocabulary)
+    if entry is None and (draft_threads is not None or device.draft_provider != provider):
         raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
     known, note = read_tuned(found, device)
     target = open_engine(found.model("target"), provider=provider, threads=device.threads, variant=variant, exact=exact)
     try:
         draft = None
-        if drafts:
+        if entry is not None:
             of_draft: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
             draft = open_engine(found.model("draft"), **of_draft, variant=variant)
     except BaseException:

@@ -135,15 +135,17 @@ class Pace:
         for bill in bills:
             bill.record(without - took)
 
-    def watch(self, policies: Sequence[Policy], limits: Sequence[int]) -> Watch | None:
+    def watch(self, policies: Sequence[Policy], limits: Sequence[int], *, at_once: bool = False) -> Watch | None:
         """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
-        to ``limits``: nothing where a length is fixed, measured or tried."""
+        to ``limits``: nothing where a length is fixed, measured or tried. Where all of a draft comes ``at_once``, that
+        is paid whoever ends it: the limit is twice what was chosen, and only what verifies it has a price."""
         auto = [policy for policy in policies if isinstance(policy, AutoLength)]
         if not self._length or len(auto) < len(policies):
             return None
         chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
-        limits = [min(limit, MAX_DRAFT_LENGTH) for limit in limits]
-        return Watch(chances, rates, limits, self.prices.with_model(self.rows), self._local(auto))
+        longest = min(MAX_DRAFT_LENGTH, 2 * self._length) if at_once else MAX_DRAFT_LENGTH
+        seconds = self.prices.without_model(self.rows) if at_once else self.prices.with_model(self.rows)
+        return Watch(chances, rates, [min(limit, longest) for limit in limits], seconds, self._local(auto))
 
     def _local(self, auto: Sequence[AutoLength]) -> float:
         """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:

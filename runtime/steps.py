@@ -22,7 +22,7 @@ from ..errors import EngineError, LeadoutError
 from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
-_SHORT = 2
+_SHORT, _SEVERAL = 2, 32
 
 
 class Stepper:
@@ -79,11 +79,25 @@ class Stepper:
 
     def last_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (may be empty) to row b, in chunks; logits [B, V] after each row's last token."""
-        widths = {len(piece) for piece in pieces}
-        if widths == {1}:
+        if all(len(piece) == 1 for piece in pieces):
             only: Logits = self._one_token(pieces, past)[:, 0]
             return only
-        longest, past = max(widths), list(past)
+        logits: Logits = self._ending(pieces, past, [1] * len(pieces))[:, 0]
+        return logits
+
+    def ending_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int], counts: Sequence[int]) -> Logits:
+        """The same, but [B, max(counts), V], of which only [b, :counts[b]] is meant: the logits after each of row b's
+        last counts[b] tokens."""
+        step, (piece, *others) = self._row_step, pieces
+        if others or step is None or not self.narrowest <= len(piece) <= _SEVERAL:
+            return self._ending(pieces, past, counts)
+        if past[0] + len(piece) > self.engine.capacity:
+            return self._ending(pieces, past, counts)
+        logits: Logits = self._row_logits(step, piece, past[0], False)[:, len(piece) - counts[0] :]
+        return logits
+
+    def _ending(self, pieces: Sequence[Sequence[int]], past: Sequence[int], counts: Sequence[int]) -> Logits:
+        longest, past = max(map(len, pieces)), list(past)
         # rows that are short already wait for the last chunk: it brings every row's logits
         while longest > (chunk := self._widest(past)):
             heads = [piece[: min(chunk, max(0, len(piece) - chunk))] for piece in pieces]
@@ -91,9 +105,9 @@ class Stepper:
             past = [length + len(head) for length, head in zip(past, heads, strict=True)]
             pieces = [piece[len(head) :] for piece, head in zip(pieces, heads, strict=True)]
             longest = max(len(piece) for piece in pieces)
-        index = np.array([[max(len(piece) - 1, 0)] for piece in pieces], np.int64)
-        logits: Logits = self._forward(pieces, past, longest, index)[:, 0]
-        return logits
+        lengths, begins = (np.array(each, np.int64)[:, None] for each in (list(map(len, pieces)), counts))
+        index = np.clip(lengths - begins + np.arange(max(counts)), 0, np.maximum(lengths - 1, 0))
+        return self._forward(pieces, past, longest, index)
 
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""

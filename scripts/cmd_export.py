@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ..errors import ExportError, UsageError
+from ..export.draft_choice import number_or_word
 
 PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 
@@ -27,12 +28,21 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     help="Where to write. A bundle there is replaced, with its engines and tuned.json.",
 )
 @click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
-@click.option("--draft-precision", type=PRECISIONS, help="Of the draft's weights. [default: int4; with fp16, fp16]")
+@click.option(
+    "--draft-precision",
+    type=PRECISIONS,
+    help="Of the draft's weights. [default: int4 (int8, if it says drafts in one step); with fp16, fp16]",
+)
 @click.option(
     "--draft-vocabulary", metavar="N|FILE", help="Let the draft say only its N likeliest tokens, or the ids in FILE."
 )
 @click.option(
     "--calibration", multiple=True, metavar="TEXTFILE", help="A text whose tokens are the likely ones. Repeatable."
+)
+@click.option(
+    "--mask-token",
+    metavar="ID|none",
+    help="The draft's token that asks it for a whole draft in one step (PARD). [default: as its config.json says]",
 )
 @click.option("--max-context", type=int, metavar="N", help="Positions to allow. [default: the model's own]")
 def command(
@@ -45,6 +55,7 @@ def command(
     draft_precision: str | None,
     draft_vocabulary: str | None,
     calibration: tuple[str, ...],
+    mask_token: str | None,
     max_context: int | None,
 ) -> None:
     """Write BUNDLE from TARGET (a checkpoint directory or hub id) and its draft.
@@ -66,13 +77,15 @@ def command(
                 output,
                 precision=precision or "fp32",
                 draft_precision=draft_precision,
-                draft_vocabulary=number_or_file(draft_vocabulary),
+                draft_vocabulary=number_or_word(draft_vocabulary),
                 calibration=calibration,
+                mask_token=number_or_word(mask_token),
                 max_context=max_context,
                 progress=tell,
             )
         else:
-            if draft or precision or draft_precision or draft_vocabulary or calibration or max_context is not None:
+            given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
+            if any(each is not None for each in given):
                 raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
             from ..export.foreign import import_pair
 
@@ -82,11 +95,6 @@ def command(
             f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'"
         ) from None
     click.echo(str(output))
-
-
-def number_or_file(value: str | None) -> int | str | None:
-    """What --draft-vocabulary says: how many tokens, or where their ids are."""
-    return int(value) if value is not None and value.isdecimal() else value
 
 
 def tell(line: str) -> None:

@@ -115,18 +115,20 @@ def decode_law(
     monkeypatch: Any,
     prompt: list[int],
     watch: Callable[[Event], None] = lambda event: None,
+    mask_token: int | None = None,
     **settings: Any,
 ) -> dict[tuple[int, ...], float]:
     """The exact law of the first ``count`` tokens of a whole production run: decoder, drafter, cache, rule.
 
-    ``watch`` is told every event of every branch."""
+    ``watch`` is told every event of every branch; ``mask_token`` is the draft's."""
     options = Settings(max_new_tokens=count, ignore_eos=True, **settings)
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
             patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             draw_with_coins(patch)
-            decoder = Decoder(*(ToyEngine(each, vocab) for each in laws))
+            target, draft = laws
+            decoder = Decoder(ToyEngine(target, vocab), ToyEngine(draft, vocab, mask_token=mask_token))
             events = list(decoder.decode([(prompt, options)]))
             for event in events:
                 watch(event)
@@ -159,6 +161,19 @@ def rounded(law: Law, prompt: list[int], power: float = 1.0) -> Callable[[tuple[
         return weights / weights.sum()
 
     return row
+
+
+def parallel(law: Law, mask: int) -> Law:
+    """``law`` as a draft has it that was trained to go on behind masks: it takes them for what it finds likeliest."""
+
+    def ahead(context: np.ndarray) -> np.ndarray:
+        text = [int(token) for token in context]
+        while mask in text:
+            first = text.index(mask)
+            text[first] = int(law(np.array(text[:first])).argmax())
+        return law(np.array(text))
+
+    return ahead
 
 
 def toy_pair(vocab: int = 23, *, order: int | None = None, share: float = 0.3, seed: int = 1, context: int = 96) -> Any:

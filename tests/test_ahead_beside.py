@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support_ahead import come_as_far_as
+from support_graphs import Shape, entry
 from support_runtime import FixedCosts, collect, toy_pair
 from test_foreign_draft import TEXT, Copyist, byte_level
 from test_vocabulary import trimmed_pair
@@ -23,6 +24,7 @@ from leadout.runtime.settings import Settings
 from leadout.runtime.siblings import Sample
 
 PROMPT = [1, 3, 7, 0]
+MODEL = entry(Shape(), "fp32", {})
 
 
 def rounds_of(draft_ahead: Any, settings: Settings, engines: Any = None, sample: Sample | None = None) -> Any:
@@ -149,8 +151,8 @@ def test_a_draft_with_another_tokenizer_is_refused_or_left_as_it_is() -> None:
     with pytest.raises(UsageError, match="draft_ahead: a draft with another tokenizer"):
         Decoder(*pair.engines, vocabulary=pair.vocabulary, draft_ahead=True)
     with pytest.raises(UsageError, match="draft_ahead: a draft with another tokenizer"):
-        check_ahead(True, {"cpu"}, draft=True, vocabulary=pair.vocabulary)
-    assert check_ahead("auto", {"cuda", "cpu"}, draft=True, vocabulary=pair.vocabulary) == "auto"
+        check_ahead(True, {"cpu"}, draft=MODEL, vocabulary=pair.vocabulary)
+    assert check_ahead("auto", {"cuda", "cpu"}, draft=MODEL, vocabulary=pair.vocabulary) == "auto"
     decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary, draft_ahead="auto")
     assert decoder.ahead is None
     settings = Settings(draft="model", max_new_tokens=10, draft_length=4)

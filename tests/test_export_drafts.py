@@ -131,6 +131,9 @@ def test_what_a_draft_is_made_of() -> None:
     [
         (("--draft-vocabulary", "100"), "draft-vocabulary trims a draft, and none was given"),
         (("--draft-precision", "int8"), "draft-precision is that of a draft, and none was given"),
+        (("--mask-token", "5"), "mask-token is that of a draft with a checkpoint of its own"),
+        (("--draft", "self", "--mask-token", "5"), "mask-token is that of a draft with a checkpoint of its own"),
+        (("--draft", "DRAFT", "--mask-token", "512"), "mask-token must be from 0 to 511, or none"),
         (("--draft", "DRAFT", "--calibration", "TEXT"), "calibration texts are for draft-vocabulary"),
         (("--draft", "DRAFT", "--draft-vocabulary", "100"), "give --calibration TEXTFILE"),
         (("--draft", "DRAFT", "--draft-vocabulary", "513", "--calibration", "TEXT"), "between 1 and 512 tokens"),
@@ -148,6 +151,62 @@ def test_options_that_do_not_go_together(
     given = [{"DRAFT": str(tiny_pair[1]), "TEXT": str(tmp_path / "text")}.get(word, word) for word in options]
     result = CliRunner().invoke(main, ["export", str(tiny_pair[0]), "-o", str(tmp_path / "out"), *given])
     assert result.exit_code == 2 and message in result.stderr.splitlines()[-1], result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def masked(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair's draft as a checkpoint whose config.json names a token for masks."""
+    source = Path(shutil.copytree(tiny_pair[1], tmp_path_factory.mktemp("checkpoints") / "masked"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"pard_token": 511}))
+    return source
+
+
+def test_a_draft_that_says_whole_drafts_in_one_step(tiny_pair: tuple[Path, Path], masked: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    out = export_pair(tiny_pair[0], masked, tmp_path / "out", progress=lines.append)
+    draft = draft_of(out)
+    assert (draft.mask_token, draft.precision) == (511, "int8"), "it takes wide steps"
+    assert "says a whole draft in one step, by the mask token 511" in draft.note
+    assert Bundle.read(out).manifest.models["target"].mask_token is None
+    assert answers_are_the_target_s(out) > 0.1, "it was not trained for more than the first token"
+    with leadout.load(out) as pair:
+        steps: list[int] = []
+        forward = pair.draft.forward
+        pair.draft.forward = lambda tokens, *rest: steps.append(tokens.shape[1]) or forward(tokens, *rest)
+        stats = pair.generate(PROMPTS, draft="model", draft_length=4, max_new_tokens=24, ignore_eos=True)[0].stats
+        assert len(steps) <= stats.rounds + 2 and stats.drafted > 3 * stats.rounds - 4
+    with pytest.raises(UsageError, match="draft_ahead: a draft model that says its drafts in one step cannot"):
+        leadout.load(out, draft_ahead=True)
+
+
+def test_it_says_one_token_a_step_where_that_is_asked_for(
+    tiny_pair: tuple[Path, Path], masked: Path, foreign_draft: Path, tmp_path: Path
+) -> None:
+    one = draft_of(export_pair(tiny_pair[0], masked, tmp_path / "one", mask_token="none"))
+    assert one.mask_token is None and "one step" not in one.note
+    asked = draft_of(export_pair(*tiny_pair, tmp_path / "asked", mask_token=7, draft_precision="fp32"))
+    assert (asked.mask_token, asked.precision) == (7, "fp32")
+    lines: list[str] = []
+    export_pair(
+        tiny_pair[0], foreign_draft, tmp_path / "f", mask_token=7, draft_precision="fp32", progress=lines.append
+    )
+    assert draft_of(tmp_path / "f").mask_token is None
+    assert any("another tokenizer, and so says one token a step; its mask token is left out" in line for line in lines)
+
+
+@pytest.mark.parametrize("token", [512, -1, True, "511", 1.5])
+def test_a_mask_that_is_no_token_is_refused(
+    tiny_pair: tuple[Path, Path], masked: Path, tmp_path: Path, token: Any
+) -> None:
+    source = Path(shutil.copytree(masked, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"pard_token": token}))
+    with pytest.raises(ExportError, match=r"config.json: pard_token must be from 0 to 511, not "):
+        export_pair(tiny_pair[0], source, tmp_path / "out")
+    with pytest.raises(UsageError, match=r"mask-token must be from 0 to 511, or none, for '.*', not "):
+        export_pair(tiny_pair[0], masked, tmp_path / "out", mask_token=token)
     assert not (tmp_path / "out").exists()
 
 

@@ -342,9 +342,9 @@ MUTANTS = [
     Mutant(
         "a padding position is read",
         steps.Stepper,
-        "last_logits",
-        "max(len(piece) - 1, 0)",
-        "longest - 1",
+        "_ending",
+        "list(map(len, pieces))",
+        "[longest] * len(pieces)",
     ),
     Mutant("end tokens inside a round are ignored", sequence.Sequence, "extend", "kept[: end + 1], ", "kept, "),
     Mutant("max_new_tokens is not cut", sequence.Sequence, "extend", "new[: self.room]", "new"),
@@ -401,6 +401,8 @@ def mutate(monkeypatch, mutant):
     function = original.fget if isinstance(original, property) else original
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.old) >= 1, f"the production source has changed: {mutant.old!r} is not in it"
+    if isinstance(mutant.owner, type):  # outside of its class a function has none
+        source = source.replace("super()", f"super({mutant.owner.__name__}, self)")
     changed = compile("from __future__ import annotations\n" + source.replace(mutant.old, mutant.new), "mutant", "exec")
     scope: dict = {}
     exec(changed, inspect.getmodule(function).__dict__, scope)

@@ -34,15 +34,15 @@ def test_optimum_finds_the_command_and_passes_every_option(
     call(monkeypatch, "--model", "big", "out")
     call(
         monkeypatch, "-m", "big", "--draft", "small", "--precision", "int8", "--draft-precision", "int4",
-        "--draft-vocabulary", "500", "--calibration", "text", "--max-context", "99", "out",
+        "--draft-vocabulary", "500", "--calibration", "text", "--mask-token", "7", "--max-context", "99", "out",
     )  # fmt: skip
-    plain = {"precision": "fp32", "draft_precision": None, "draft_vocabulary": None, "calibration": []}
-    plain["max_context"] = None
+    plain: dict[str, Any] = {"precision": "fp32", "draft_precision": None, "draft_vocabulary": None, "calibration": []}
+    plain |= {"mask_token": None, "max_context": None}
     assert calls == [
         (("big", None, Path("out")), plain),
         (("big", "small", Path("out")), {
             "precision": "int8", "draft_precision": "int4", "draft_vocabulary": 500, "calibration": ["text"],
-            "max_context": 99,
+            "mask_token": 7, "max_context": 99,
         }),
     ]  # fmt: skip
     printed = capsys.readouterr()

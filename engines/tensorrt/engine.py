@@ -51,6 +51,7 @@ class TensorRTEngine:
             max_together=max(limits.rows * limits.width for limits in self.session.limits),
             max_verify=verify.wanted,
             precision=self.manifest.precision,
+            mask_token=model.entry.mask_token,
         )
         self.graphs, self.graph_error = True, ""
         self._last_position = model.entry.max_context - 1
