@@ -324,8 +324,8 @@ class Decoder:
             step = len(rows), width, took, self._pace.prices.past
             self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
-                tokens, lag = [verdict.accepted + 1 for verdict in verdicts], self._drafting.lag
-                self._pace.settle([row.policy for row in rows], tokens, max(lengths), lag)
+                tokens, model = [verdict.accepted + 1 for verdict in verdicts], self._drafting
+                self._pace.settle([row.policy for row in rows], tokens, max(lengths), model.lag, model.steps)
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:

@@ -119,16 +119,21 @@ class Pace:
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
-    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int) -> None:
+    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int, steps: int = 0) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
-        the longest draft, the ``lag`` that was made up for. What was measured and not chosen is on nobody's bill."""
+        the longest draft, the ``lag`` that was made up for, and the ``steps`` that were paid, if that is more (a draft
+        that comes at once is asked for longer than it gets). What was measured and not chosen is on nobody's bill."""
         self._reading.proposed = True
         if not self._measures and length <= MAX_GUESS_LENGTH:
-            self.ledger.note(self._settle, bills_of(policies), tokens, length, lag, self.otherwise)
+            drafted = length, max(length, steps)
+            self.ledger.note(self._settle, bills_of(policies), tokens, drafted, lag, self.otherwise)
 
-    def _settle(self, bills: Sequence[Bill], tokens: Sequence[int], length: int, lag: int, otherwise: float) -> None:
-        prices, rows = self.prices, self.rows
-        took = prices.with_model(rows)[length] + prices.catch_up(rows, lag)
+    def _settle(
+        self, bills: Sequence[Bill], tokens: Sequence[int], drafted: tuple[int, int], lag: int, otherwise: float
+    ) -> None:
+        prices, rows, (length, asked) = self.prices, self.rows, drafted
+        unverified = prices.steps(rows)[asked] - prices.steps(rows)[length]
+        took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, lag)
         plain, step = prices.without_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * otherwise) * (1.0 + prices.costs.doubt(rows))

@@ -94,6 +94,16 @@ def amounts_are_right():
     assert settled(pace, 0.0, 2.0)[1] == pytest.approx([3 * 0.8 - took, 1.5 * 0.8 - took])
 
 
+def a_draft_that_comes_at_once_is_paid_as_it_was_asked_for():
+    pace = a_pace()
+    request, recorded = settled(pace)
+    pace.settle([request], [3], 2, 0, 6)
+    pace.settle([request], [3], 2, 0, 1)
+    pace.enter()
+    took = 1.0 + 2 * (DRAFT + TOKEN)
+    assert recorded == pytest.approx([3.0 - took - 4 * DRAFT, 3.0 - took]), "what was not verified cost no wider step"
+
+
 def what_is_measured_is_on_no_bill():
     pace = Pace(Costs())
     request = AutoLength(pace)
@@ -230,6 +240,7 @@ CHECKS = [
     a_bill_knows_chance,
     prompts_are_paid_for,
     amounts_are_right,
+    a_draft_that_comes_at_once_is_paid_as_it_was_asked_for,
     what_is_measured_is_on_no_bill,
     rows_of_one_kind_share_a_bill,
     it_rests_and_is_tried,
@@ -261,6 +272,8 @@ MUTANTS = [
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
     Mutant("guesses are no alternative", policy.Pace, "_settle", "step * otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
+    Mutant("what was asked for and not verified is free", policy.Pace, "settle", "max(length, steps)", "length"),
+    Mutant("what was asked for is thought verified", policy.Pace, "_settle", "- unverified ", ""),
     Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
