@@ -133,8 +133,9 @@ def _cost(
 
 
 def _squared_peaks(rows: Array, block: int | None) -> Array:
-    peaks: Array = _blocks(np.abs(rows), block).max(2)
-    return np.einsum("nb,nb->b", peaks, peaks)
+    peaks = _blocks(np.abs(rows), block).max(2)
+    squares: Array = np.einsum("nb,nb->b", peaks, peaks)
+    return squares
 
 
 def _parts(rows: Array) -> Iterator[Array]:

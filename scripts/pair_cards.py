@@ -46,6 +46,9 @@ the busiest {units}."""
 AGAIN = """It began as what `train_pair draft` makes, a part of the target distilled once; the schedule
 below is that of the second time, `train_pair refine`."""
 
+PARALLEL = """The demo draft, taught to say a whole draft in one step: behind the text it reads a mask, token {mask}
+(the byte 0xFF), for each token of the draft but the first (PARD, arXiv 2504.18583)."""
+
 
 def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
     """Write weights in bfloat16, tokenizer, configurations and the model card."""

@@ -8,6 +8,7 @@ program; the files named in ``held_out.txt`` are never trained on and give every
     python -m leadout.scripts.train_pair copy   --out models      an hour on two with AVX2
     python -m leadout.scripts.train_pair draft  --out models      40 minutes on two with AVX-512 bf16, 6 for its text
     python -m leadout.scripts.train_pair refine --out models      the same again, for what is left to gain
+    python -m leadout.scripts.train_pair parallel --out models    a draft that says whole drafts in one step, as long
 
 Without bfloat16 instructions everything is computed in float32 and takes several times as long; matrices are then
 trained by Adam, too, for Muon computes in bfloat16.
@@ -32,10 +33,11 @@ from torch.nn import functional as F
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from ..export.quantize import int4_to_rows, rows_to_int4
-from .pair_cards import AGAIN, COPIES, DISTILLED, PRUNED, publish
+from .pair_cards import AGAIN, COPIES, DISTILLED, PARALLEL, PRUNED, publish
 from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream
 from .pair_edits import edited
-from .pair_recipes import BACK, CONTEXT, COPYING, DRAFT, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
+from .pair_parallel import acceptance_by_depth, mask_of, parallel_loss
+from .pair_recipes import BACK, CONTEXT, COPYING, DRAFT, MASKED, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
 from .pruning import logits_of, pruned
 
 # Where the processor only emulates it, bfloat16 is slower than float32.
@@ -161,20 +163,24 @@ def next_token_loss(model: Callable[..., Any]) -> Loss:
     return lambda batch: F.cross_entropy(logits_of(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def distillation_loss(draft: Callable[..., Any], target: Callable[..., Any]) -> Loss:
-    """KL(p || q) plus total variation, p = target, q = draft.
+def divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) plus total variation of laws [..., V], p = target, q = draft.
 
     The mean acceptance of speculative sampling is exactly 1 - TV (Leviathan et al. 2211.17192, Theorem 3.5), so TV is
     what counts; alone its gradient vanishes where the draft is far off, which is what the KL term is for.
     """
+    kl = F.kl_div(log_q, p, reduction="none").sum(-1)
+    tv = 0.5 * (log_q.exp() - p).abs().sum(-1)
+    return 0.3 * kl + 2.0 * tv
+
+
+def distillation_loss(draft: Callable[..., Any], target: Callable[..., Any]) -> Loss:
+    """The mean ``divergence`` of the text's tokens."""
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             p = logits_of(target, batch[:, :-1]).softmax(-1)
-        log_q = logits_of(draft, batch[:, :-1]).log_softmax(-1)
-        kl = F.kl_div(log_q, p, reduction="none").sum(-1).mean()
-        tv = 0.5 * (log_q.exp() - p).abs().sum(-1).mean()
-        return 0.3 * kl + 2.0 * tv
+        return divergence(p, logits_of(draft, batch[:, :-1]).log_softmax(-1)).mean()
 
     return loss
 
@@ -344,6 +350,39 @@ def refine(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) ->
         steps=steps,
     )
     distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled, own_tokens)
+
+
+@main.command()
+@OUT
+@COMPILE
+@click.option("--steps", default=MASKED.steps, show_default=True)
+@click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
+@click.option("--name", default="parallel", show_default=True, help="Folder to write, below --out.")
+def parallel(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) -> None:
+    """The draft in --out, taught to say a whole draft in one step."""
+    corpus = read_corpus(out / "target" / "tokenizer.json")
+    teacher, model = (LlamaForCausalLM.from_pretrained(out / role, dtype=torch.float32) for role in ("target", "draft"))
+    model.config.pard_token = mask = mask_of(corpus.tokenizer)
+    config = model.config
+    recipe = dataclasses.replace(
+        MASKED,
+        layers=config.num_hidden_layers,
+        shallow=config.num_hidden_layers,
+        intermediate=config.intermediate_size,
+        steps=steps,
+    )
+    own = own_text(teacher.eval(), corpus.stream, own_tokens)
+    stream = np.concatenate([corpus.stream, own, edits(corpus, len(corpus.stream) // 2)])
+    loss = parallel_loss(model, teacher, mask, divergence, SEED, MAKERS[compiled])
+    fit(model, stream, loss, recipe, out / name)
+    windows = corpus.held_stream[: len(corpus.held_stream) // 256 * 256].reshape(-1, 256)
+    sampled, greedy = acceptance_by_depth(rounded(model), teacher, mask, torch.from_numpy(windows))
+    figures = {
+        "mean_acceptance_by_place_at_temperature_1": ", ".join(f"{rate:.3f}" for rate in sampled),
+        "greedy_drafts_right_up_to_each_place": ", ".join(f"{share:.3f}" for share in greedy),
+        "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
+    }
+    publish(model, recipe, corpus, out / name, PARALLEL.format(mask=mask), **figures)
 
 
 if __name__ == "__main__":

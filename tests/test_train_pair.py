@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from copy import deepcopy
 from pathlib import Path
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 from tokenizers import Tokenizer  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from leadout.scripts import train_pair  # noqa: E402
+from leadout.scripts import pair_parallel, train_pair  # noqa: E402
 from leadout.scripts.pair_recipes import COPYING, Recipe  # noqa: E402
 
 RECIPE = Recipe(
@@ -72,3 +73,33 @@ def test_copying_counts_the_last_quarter_of_texts_that_fit(
 def test_copies_are_learnt_in_windows_of_the_whole_context() -> None:
     assert {COPYING.length(step) for step in range(COPYING.steps)} == {train_pair.CONTEXT}
     assert {COPYING.depth(step) for step in range(COPYING.steps)} == {COPYING.layers}
+
+
+def test_masks_see_in_training_what_a_drafter_shows_them(model: LlamaForCausalLM) -> None:
+    """Each mask of a packed text gives the logits that it gives behind the text alone, as it is asked in use."""
+    text, anchors, mask = torch.arange(40)[None] * 7 % 300, torch.tensor([3, 9, 30]), 511
+    with torch.no_grad():
+        packed = model(**pair_parallel.with_masks(text, anchors, mask)).logits[0]
+        plain = model(input_ids=text).logits[0]
+        assert torch.allclose(packed[:40], plain, atol=1e-5), "masks behind it change nothing of a text"
+        for block, anchor in enumerate(anchors.tolist()):
+            masks = torch.full((1, pair_parallel.DEPTH - 1), mask)
+            alone = model(input_ids=torch.cat([text[:, : anchor + 1], masks], 1)).logits[0, anchor + 1 :]
+            start = 40 + block * (pair_parallel.DEPTH - 1)
+            assert torch.allclose(packed[start : start + pair_parallel.DEPTH - 1], alone, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_draft_learns_to_say_whole_drafts(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train_pair, "BFLOAT16", False)
+    stream, recipe = np.tile(np.arange(100), 100), dataclasses.replace(RECIPE, steps=100, vector_rate=0.02)
+    train_pair.fit(model, stream, train_pair.next_token_loss(model), recipe, tmp_path)
+    draft, rows = deepcopy(model), torch.from_numpy(stream[:512].reshape(4, 128))
+    before = pair_parallel.acceptance_by_depth(draft, model, 511, rows)
+    assert before[1][0] == 1.0 and before[1][2] < 0.1, "it says what the target does, and knows nothing behind a mask"
+    loss = pair_parallel.parallel_loss(draft, model, 511, train_pair.divergence, 0)
+    train_pair.fit(draft, stream, loss, recipe, tmp_path)
+    sampled, greedy = pair_parallel.acceptance_by_depth(draft, model, 511, rows)
+    assert greedy[2] > 0.9 and sampled[2] > before[0][2] + 0.3
