@@ -9,8 +9,9 @@ where a table is embedding and head: what is looked up is scaled back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,14 @@ class _Joint:
     places: list[_Place]
 
 
-def smooth(model: ir.Model, seen: Mapping[str, Array], rounding: Rounding) -> int:
+def smooth(model: ir.Model, seen: dict[str, Array], rounding: Rounding) -> int:
     """Scale the channels of a canonical graph in float32, in place; it computes what it did. ``seen`` are rows [T,K]
-    of its values by name (``observe``). Returns how many values are scaled now."""
-    done = 0
+    of its values by name (``observe``), which are let go of one by one. Returns how many values are scaled now."""
+    done, weights = 0, list[ir.TensorProtocol | None]()
     for joint in _joints(model):
-        scale = best_scale(seen[str(joint.value.name)], [linear.rows for linear in joint.linears], rounding)
+        _unmap(weights)  # of the joint before, whose arrays are gone now
+        weights = [linear.weight.const_value for linear in joint.linears]
+        scale = best_scale(seen.pop(str(joint.value.name)), [linear.rows for linear in joint.linears], rounding)
         if scale is not None:
             _apply(model, joint, scale)
             done += 1
@@ -243,10 +246,24 @@ def _times(model: ir.Model, value: ir.Value, factor: Array) -> ir.Value:
     """A constant times ``factor``, computed when it is asked for: all weights of a model at once are too many."""
     old = value.const_value
     assert old is not None
-    lazy = ir.LazyTensor(lambda: ir.tensor(old.numpy() * factor), ir.DataType.FLOAT, old.shape, name=value.name)
+
+    def product() -> ir.TensorProtocol:
+        found = ir.tensor(old.numpy() * factor)
+        _unmap([old])
+        return found
+
+    lazy = ir.LazyTensor(product, ir.DataType.FLOAT, old.shape, name=value.name)
     name = f"{value.name}.smooth"
     while name in model.graph.initializers:
         name += "_"
     new = ir.Value(name=name, const_value=lazy, shape=old.shape, type=ir.TensorType(ir.DataType.FLOAT))
     model.graph.register_initializer(new)
     return new
+
+
+def _unmap(weights: Sequence[ir.TensorProtocol | None]) -> None:
+    """Let go of a file's pages, unless somebody looks at them: they are mapped again when they are asked for."""
+    for weight in weights:
+        if isinstance(weight, ir.ExternalTensor):
+            with contextlib.suppress(BufferError):
+                weight.release()
