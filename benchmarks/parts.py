@@ -21,6 +21,7 @@ from unittest.mock import patch
 from devices import SEED, priced
 
 import leadout
+from leadout.runtime import decoder
 from leadout.runtime.bill import Bill
 from leadout.runtime.cascade import Commons
 from leadout.runtime.costs import Costs
@@ -53,7 +54,7 @@ def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | N
 
 
 # What is changed -> where, and into what.
-CHANGES: dict[str, dict[tuple[type, str], Any]] = {
+CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
     "no discount of promises": {(Discount, "factor"): property(lambda self: 1.0)},
     "drafts go as far as was chosen": {(Pace, "watch"): lambda self, policies, limits: None},
@@ -74,6 +75,7 @@ CHANGES: dict[str, dict[tuple[type, str], Any]] = {
     "all lengths are measured at first": {
         (Costs, "first_length"): lambda self, limit, rows=1, narrowest=1, best=None: FIRST(self, limit, rows, narrowest)
     },
+    "texts that repeat are as others": {(decoder, "repeats"): lambda prompt: False},
     "nothing of earlier texts": {(Commons, "drafters"): without_earlier_texts},
     "recycled tokens beside the model": {(Commons, "drafters"): with_recycling},
 }

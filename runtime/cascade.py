@@ -13,11 +13,13 @@ from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
 from .gain import BY_DRAFTS, BY_GUESSES, cap, pays, worth
+from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
 from .recycling import RecyclingDrafter, Successors
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
+from .unaided import Unaided, replayed
 from .vigil import Habit, Vigil
 
 # What a guess is cut to: beyond 16 tokens so that steps are as wide as whole eights, for an engine prepares each width,
@@ -105,6 +107,7 @@ class Experience:
     records: dict[str, Calibration] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
     easiness: Easiness = field(default_factory=Easiness)
+    unaided: Unaided | None = None
     discount: Discount = field(default_factory=Discount)
 
     def calibrated(self, drafter: FreeDrafter) -> Calibrated:
@@ -114,17 +117,18 @@ class Experience:
 
 @dataclass(slots=True)
 class Commons:
-    """What the free drafters of all rows and requests share: texts, successors, and the experience of greedy rows and
-    of sampled ones (a guess that is right in nine greedy texts of ten may be wrong in every other sampled one)."""
+    """What the free drafters of all rows and requests share: texts, successors, and the experience of each kind of
+    text."""
 
     pool: SuffixPool = field(default_factory=SuffixPool)
     successors: Successors = field(default_factory=Successors)
-    greedy: Experience = field(default_factory=Experience)
-    sampled: Experience = field(default_factory=Experience)
+    _experiences: dict[Kind, Experience] = field(default_factory=dict)
 
-    def experience(self, temperature: float) -> Experience:
-        """That of rows at this temperature."""
-        return self.sampled if temperature > 0 else self.greedy
+    def experience(self, kind: Kind) -> Experience:
+        """That of rows of this kind. Where texts repeat, the draft model is compared with free drafters alone."""
+        if kind not in self._experiences:
+            self._experiences[kind] = Experience(unaided=Unaided() if kind.repeats else None)
+        return self._experiences[kind]
 
     def drafters(self, kind: str, family: Family | None = None, *, model: bool = False) -> list[FreeDrafter]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
@@ -160,11 +164,12 @@ class Cascade:
         pace: Pace,
         model: AutoLength | None,
         family: Family | None = None,
+        kind: Kind = GREEDY,
     ) -> None:
         """``model`` estimates the draft model (None: it is not to be asked)."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
-        self._experience = experience = commons.experience(settings.temperature)
+        self._experience = experience = commons.experience(kind)
         drafters = commons.drafters(settings.draft, family, model=model is not None)
         self._drafters = [experience.calibrated(each) for each in drafters]
         self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
@@ -186,6 +191,8 @@ class Cascade:
                 drafter.take(tokens)
             return
         started = perf_counter()
+        if self._settles and self._plan.by == "model" and (unaided := self._experience.unaided) is not None:
+            self._replay(tokens, unaided)
         for each in self._drafters:
             each.drafter.take(tokens)
         self._told = len(tokens)
@@ -193,6 +200,22 @@ class Cascade:
             self._spent += perf_counter() - started
             self._vigil.settle(self._saved, self._pace.prices.costs.usual(self._spent), chosen=self._chosen)
             self._settles = False
+
+    def _replay(self, tokens: Sequence[int], unaided: Unaided) -> None:
+        """Go over what the draft model's round wrote, to see what free drafters alone would have taken for it."""
+        promised, begin = self._promised, self._told
+        if self._pace.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
+            return
+        first = self._plan.instead.tokens if self._plan.instead is not None else ()
+        seconds = self._pace.prices.without_model(1)
+
+        def guess_after(written: int) -> Sequence[int]:
+            text = tokens[: begin + written]
+            for each in self._drafters:
+                each.look(text, MAX_GUESS_LENGTH, _FLOOR)
+            return self._best_guess(1, whole=False)[0].tokens
+
+        unaided.record(promised, len(new), replayed(new, first, guess_after, seconds))
 
     @property
     def dozes(self) -> bool:
@@ -228,6 +251,8 @@ class Cascade:
             self._plan, speed = self._best_guess(rows, whole=wanted is not None)
             if length and promised != math.inf and self._fixed is None:
                 length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
+            if length and self._settles and rows == 1 and (unaided := self._experience.unaided) is not None:
+                speed = unaided.speed(self._promised, speed)
             self._spent = perf_counter() - started
             self._pace.otherwise = speed
         self._otherwise, self._saved = promised if length else 0.0, 0.0

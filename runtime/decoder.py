@@ -21,6 +21,7 @@ from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
+from .kinds import Kind, repeats
 from .noise import Noise
 from .policy import AutoLength, FixedLength, Pace, Policy
 from .prefill import prefill
@@ -162,14 +163,15 @@ class Decoder:
         seed = sample.seed if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
         stop = matchers(index) if matchers is not None else None
-        policy = self._policy(settings)
+        kind = Kind(settings.temperature > 0, repeats(prompt))
+        policy = self._policy(settings, kind)
         return Row(
             index=index,
             settings=settings,
             sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
             sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
             policy=policy,
-            cascade=self._cascade(settings, policy, sample),
+            cascade=self._cascade(settings, policy, sample, kind),
         )
 
     def _stream(self, settings: Settings, sample: Sample) -> int:
@@ -178,20 +180,20 @@ class Decoder:
         so such a request gets a stream that none before it had."""
         return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
 
-    def _policy(self, settings: Settings) -> Policy:
+    def _policy(self, settings: Settings, kind: Kind) -> Policy:
         if settings.draft not in MODEL_DRAFTS or self._model is None:
             return FixedLength(0)
         if settings.branches:
             return FixedLength(len(settings.branches))
         if settings.draft == "model" and settings.draft_length != "auto":
             return FixedLength(settings.draft_length)
-        return AutoLength(self._pace, sampled=settings.temperature > 0)
+        return AutoLength(self._pace, kind)
 
-    def _cascade(self, settings: Settings, policy: Policy, sample: Sample) -> Cascade | None:
+    def _cascade(self, settings: Settings, policy: Policy, sample: Sample, kind: Kind) -> Cascade | None:
         if settings.draft in ("model", "none"):
             return None
         model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self._pace, model, sample.family)
+        return Cascade(settings, self._commons, self._pace, model, sample.family, kind)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1

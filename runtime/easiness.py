@@ -13,9 +13,15 @@ from collections.abc import Sequence
 from .settings import MAX_DRAFT_LENGTH
 
 _EDGES = (1.2, 1.6, 2.2, 3.2, 5.0)  # tokens that the best guess of a round promises
+CLASSES = len(_EDGES) + 1
 _POSITIONS = 6  # counted one by one; later ones are like the last
 _DECAY = 0.995  # per round of a class: about the last 200 count
 _FIRST, _PRIOR_WEIGHT = 0.7, 8.0
+
+
+def class_of(promised: float) -> int:
+    """The class of a round whose best guess promises so many tokens."""
+    return bisect(_EDGES, promised)
 
 
 class Easiness:
@@ -24,19 +30,19 @@ class Easiness:
 
     def __init__(self) -> None:
         self._all = _Counts()
-        self._classes = [_Counts() for _ in range(len(_EDGES) + 1)]
+        self._classes = [_Counts() for _ in range(CLASSES)]
         self._factors: list[Sequence[float]] = [(1.0,) * (MAX_DRAFT_LENGTH + 1)] * len(self._classes)
 
     def factors(self, promised: float) -> Sequence[float]:
         """Of drafts of 0 to 16 tokens: the expected tokens of a round whose best guess promises ``promised`` tokens,
         over those of any round."""
-        return self._factors[bisect(_EDGES, promised)]
+        return self._factors[class_of(promised)]
 
     def record(self, promised: float, tested: int, accepted: int) -> None:
         """A round in which the draft model proposed: what the best guess promised, and the verdict."""
         if not tested:
             return
-        which = bisect(_EDGES, promised)
+        which = class_of(promised)
         for counts in (self._all, self._classes[which]):
             counts.record(tested, accepted)
         rates = self._all.rates([_FIRST] * _POSITIONS)

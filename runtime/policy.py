@@ -11,6 +11,7 @@ from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
 from .free import Calibration
 from .gain import BY_DRAFTS, pays, worth
+from .kinds import GREEDY, Kind
 from .ledger import Ledger
 from .prefill import ALL
 from .prices import Prices
@@ -27,15 +28,22 @@ _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
 
+class Seen:
+    """What rounds of one kind of text showed of the draft model."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.acceptance = Acceptance(_LASTING_DECAY)
+        self.sureness = Calibration(SAMPLED_PRIOR if kind.sampled else GREEDY_PRIOR)
+        self.bill = Bill()
+
+
 class Pace:
     """What all requests of a decoder share about the draft model: prices, acceptance so far, and the off switch."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         """``narrowest`` as for ``Prices``."""
         self.prices = Prices(costs, narrowest)
-        self.acceptance = {False: Acceptance(_LASTING_DECAY), True: Acceptance(_LASTING_DECAY)}  # by whether sampled
-        self.sureness = {False: Calibration(GREEDY_PRIOR), True: Calibration(SAMPLED_PRIOR)}
-        self.bills = {False: Bill(), True: Bill()}
+        self._seen: dict[Kind, Seen] = {}
         self.ledger = Ledger()
         self.survey = Survey(self.prices, self.ledger)
         self.rest = Rest()
@@ -48,6 +56,10 @@ class Pace:
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
         self._round = 0
         self._lag: Callable[[], int] = lambda: 0
+
+    def seen(self, kind: Kind) -> Seen:
+        """What texts of this kind showed."""
+        return self._seen.setdefault(kind, Seen(kind))
 
     def start(self) -> None:
         """New requests begin: the switch is on. What was read for the last ones is on the bill now."""
@@ -275,12 +287,12 @@ class FixedLength:
 class AutoLength:
     """What one request's rounds say about its drafts; how long they get is its Pace's to say."""
 
-    def __init__(self, pace: Pace, *, sampled: bool = False) -> None:
-        self._pace = pace
-        self._lasting, self.bill = pace.acceptance[sampled], pace.bills[sampled]
+    def __init__(self, pace: Pace, kind: Kind = GREEDY) -> None:
+        self._pace, seen = pace, pace.seen(kind)
+        self._lasting, self.bill = seen.acceptance, seen.bill
         self._acceptance = Acceptance(_ROW_DECAY, self._lasting)
         self.tokens = self._acceptance.expected_tokens()
-        self.sureness = Sureness(pace.sureness[sampled])
+        self.sureness = Sureness(seen.sureness)
 
     def hoped(self, errors: float) -> list[float]:
         """``tokens`` if acceptance is so many standard errors better than what was seen."""

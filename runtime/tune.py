@@ -15,6 +15,7 @@ from .bench import Bench, Group, decode
 from .cascade import Plan
 from .costs import Cost, Costs
 from .decoder import Decoder
+from .kinds import Kind
 from .pair import Pair
 from .policy import FixedLength, Policy
 from .sequence import Row
@@ -50,7 +51,7 @@ class Sweep(Decoder):
         """The least width the target stepped with."""
         return self._target.narrowest
 
-    def _policy(self, settings: Settings) -> Policy:
+    def _policy(self, settings: Settings, kind: Kind) -> Policy:
         return self._fixed
 
     def _plan(self, rows: list[Row]) -> Sequence[Plan]:

@@ -13,6 +13,7 @@ from leadout.runtime import bill, decoder, policy, reading
 from leadout.runtime.bill import Bill
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.kinds import GREEDY, Kind
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
 from leadout.runtime.settings import Settings
 
@@ -118,7 +119,7 @@ def what_is_measured_is_on_no_bill():
 
 def rows_of_one_kind_share_a_bill():
     pace = a_pace(rows=3)
-    requests = [AutoLength(pace), AutoLength(pace), AutoLength(pace, sampled=True)]
+    requests = [AutoLength(pace), AutoLength(pace), AutoLength(pace, Kind(sampled=True))]
     spoiled(requests[0].bill)
     assert requests[1].bill.loses and not requests[2].bill.loses
     next_length(pace, *requests)
@@ -198,7 +199,7 @@ def a_prompt_is_not_read_for_nothing():
     assert not pace.abstains([request], 100) and min(recorded[1:]) > 0, "it was of use"
     assert charged == [2.0], "and is paid for, once"
     spoiled(request.bill)
-    assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, sampled=True)], 100)
+    assert pace.abstains([request], 100) and not pace.abstains([request, AutoLength(pace, Kind(sampled=True))], 100)
     assert not pace.abstains([FixedLength(4)], 100) and not pace.abstains([request, FixedLength(4)], 100)
     pace.rest.tick(32 * (2.0 + 5 * 2 * (TOKEN + DRAFT)))
     assert pace.abstains([request], 101) and not pace.abstains([request], 100), "it rested for that and for a try"
@@ -212,11 +213,11 @@ def a_model_that_abstains_reads_nothing():
     )
     (text,), _ = ask("none")
     draft.calls.clear()
-    spoiled(both._pace.bills[False])
+    spoiled(both._pace.seen(GREEDY).bill)
     both._pace.prices.reading = math.inf
     assert ask()[0] == [text] and (1, 3) not in draft.calls, "it may be tried later, and makes up for all then"
     for _ in range(40):
-        both._pace.bills[False].record(1.0)
+        both._pace.seen(GREEDY).bill.record(1.0)
     draft.calls.clear()
     texts, last = ask()
     assert texts == [text] and draft.calls[0] == (1, 3) and last[0].stats.accepted > 8
@@ -276,7 +277,7 @@ MUTANTS = [
     Mutant("what was asked for is thought verified", policy.Pace, "_settle", "- unverified ", ""),
     Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, lag)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
-    Mutant("one bill for all", policy.AutoLength, "__init__", "pace.bills[sampled]", "pace.bills[False]"),
+    Mutant("one bill for all", policy.AutoLength, "__init__", "pace.seen(kind)", "pace.seen(GREEDY)"),
     Mutant("one loses, all rest", policy, "lose", "all(", "any("),
     Mutant("a verdict is for good", policy.Pace, "_attempt", "bill.clear()", "pass"),
     Mutant("what works is begun anew", policy.Pace, "_attempt", "if lose(bills)", "if True"),

@@ -20,6 +20,7 @@ from leadout.runtime.cascade import Cascade, Commons, Plan, together
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.kinds import Kind
 from leadout.runtime.pair import load
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import DRAFTS, Settings
@@ -347,19 +348,23 @@ def test_a_row_that_repeats_does_not_make_the_others_steps_wide(monkeypatch):
     assert widths[6] < widths[0]
 
 
-def test_greedy_text_says_nothing_of_sampled_text(monkeypatch):
-    """A text that repeats makes greedy guesses sure; the first sampled row begins with what its own kind showed."""
+def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
+    """A text that repeats makes greedy guesses sure; the first sampled row begins with what its own kind showed, and so
+    does the first row that repeats nothing."""
     monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.2))
     decoder = Decoder(*toy_pair())
     for settings in (Settings(draft="auto", max_new_tokens=60), Settings(draft="model", max_new_tokens=60)):
         collect(decoder.decode([(6 * REPEATS, settings)]), 1)
-    greedy, sampled = decoder._commons.greedy, decoder._commons.sampled
+    kinds = [Kind(repeats=True), Kind(sampled=True, repeats=True), Kind()]
+    greedy, sampled, new = map(decoder._commons.experience, kinds)
     assert any(record.rates != list(record._prior) for record in greedy.records.values())
-    assert not sampled.records and sampled.habit.price == 0.0 < greedy.habit.price
-    lasting = decoder._pace.acceptance
-    assert lasting[False].rate() != 0.7 == lasting[True].rate()
+    assert not sampled.records and not new.records and sampled.habit.price == 0.0 < greedy.habit.price
+    rates = [decoder._pace.seen(kind).acceptance for kind in kinds]
+    assert rates[0].rate() != 0.7 == rates[1].rate() == rates[2].rate()
     collect(decoder.decode([(6 * REPEATS, Settings(draft="auto", temperature=1.0, max_new_tokens=60))]), 1)
-    assert sampled.records.keys() == greedy.records.keys() and lasting[True].rate() != 0.7
+    assert sampled.records.keys() == greedy.records.keys() and rates[1].rate() != 0.7 == rates[2].rate()
+    collect(decoder.decode([(list(range(20)), Settings(draft="auto", max_new_tokens=60))]), 1)
+    assert new.records.keys() == greedy.records.keys() and rates[2].rate() != 0.7
 
 
 def test_who_must_ask_the_model_does_whatever_he_could_guess():

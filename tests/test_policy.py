@@ -10,6 +10,7 @@ import pytest
 from leadout.runtime.acceptance import Acceptance
 from leadout.runtime.costs import Costs, Step, context_bucket
 from leadout.runtime.gain import cap, pays
+from leadout.runtime.kinds import GREEDY
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from leadout.runtime.verify import happened
@@ -332,7 +333,7 @@ def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows, drafted):
     all rows say together is known better than what each says."""
     pace = Pace(costs(rows=rows, per_draft=0.5))
     for _ in range(100):
-        pace.acceptance[False].observe([(1.0, 0.9)] * 2)
+        pace.seen(GREEDY).acceptance.observe([(1.0, 0.9)] * 2)
     each = [AutoLength(pace) for _ in range(rows)]
     lengths = []
     for _ in range(16):

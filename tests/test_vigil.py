@@ -12,6 +12,7 @@ from leadout.runtime.cascade import Commons
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
 from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.kinds import Kind
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
 from leadout.runtime.verify import happened
@@ -180,7 +181,7 @@ def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
     for sampling in ({}, {"temperature": 0.8, "seed": 7}):
         plain = decode([(prompt, Settings(draft="none", max_new_tokens=70, **sampling)) for prompt in prompts], eos=())
         maker = Decoder(*toy_pair(order=2))
-        maker._commons.experience(sampling.get("temperature", 0.0)).habit.price = 1e9
+        maker._commons.experience(Kind(sampling.get("temperature", 0.0) > 0)).habit.price = 1e9
         found = decode(
             [(p, Settings(draft="auto", max_new_tokens=70, **sampling)) for p in prompts], decoder=maker, eos=()
         )
