@@ -155,4 +155,4 @@ def test_parts_are_taken_away_one_at_a_time_and_put_back(root: Path, tiny_bundle
         subprocess.run([*command, *options], check=True, capture_output=True, text=True)
         reports.append(json.loads(out.read_text(encoding="utf-8"))["rates"])
     assert reports[0] == reports[1] != reports[2], "priced: the same every time"
-    assert len(reports[0]) == 12 and len(set(reports[0].values())) > 3, "most parts do something"
+    assert len(reports[0]) == 13 and len(set(reports[0].values())) > 3, "most parts do something"

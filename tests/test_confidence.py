@@ -12,6 +12,7 @@ from leadout.runtime import decoder as decoder_module
 from leadout.runtime.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch, chance_of, sureness
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibration
+from leadout.runtime.kinds import Kind
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
 from leadout.runtime.verify import happened
@@ -132,8 +133,8 @@ def test_what_sampled_tokens_teach_is_no_news_of_greedy_ones(monkeypatch):
     settled(monkeypatch, per_draft=0.02)
     decoder = Decoder(*toy_pair(7, order=2))
     collect(decoder.decode([([1, 2, 3], Settings(draft="model", temperature=0.8, rule="block", max_new_tokens=60))]), 1)
-    known = decoder._pace.sureness
-    assert known[False].rates == list(GREEDY_PRIOR) and known[True].rates != list(SAMPLED_PRIOR)
+    greedy, sampled = (decoder._pace.seen(Kind(drawn)).sureness for drawn in (False, True))
+    assert greedy.rates == list(GREEDY_PRIOR) and sampled.rates != list(SAMPLED_PRIOR)
 
 
 def law_of(monkeypatch, rule):

@@ -105,7 +105,7 @@ MUTANTS = [
         cascade.Commons,
         "drafters",
         "SiblingsDrafter(family)",
-        "SiblingsDrafter(self.greedy.records.setdefault('x', family))",
+        "SiblingsDrafter(self._experiences.setdefault('x', family))",
     ),
     Mutant(
         "all prompts are one", test_siblings, "samples", "families[tuple(prompt)]", "max(families.values(), key=bool)"

@@ -158,7 +158,7 @@ def mapped_law(monkeypatch: Any, name: str, **options: Any) -> float:
     with monkeypatch.context() as patch:
         patch.setattr(VocabularyMap, "shared", classmethod(lambda cls, *sizes: MAPS[name]))
         engines = iter((ToyEngine(target, 3), ToyEngine(draft, size)) * 10**6)
-        patch.setattr("support_runtime.ToyEngine", lambda law, vocab: next(engines))
+        patch.setattr("support_runtime.ToyEngine", lambda law, vocab, **_: next(engines))
         found = decode_law((target, draft), 3, 3, monkeypatch, PROMPT, temperature=0.5, draft_length=2, **options)
     return distance(found, target_law(rounded(target, PROMPT, power=2.0), 3, 3))
 
