@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from .easiness import CLASSES, class_of
 
 _DECAY = 0.98  # per round of a class, whoever proposed: about the last 50 count
-_PRIOR_TOKENS = 6.0  # tokens' worth of belief that it goes on as the guess of the round promises
+# Tokens' worth of belief that free drafters write so many times what the guess of the round promises a second.
+_PRIOR_TOKENS, _GOES_ON = 6.0, 1.3
 _KNOWN, _SELDOM = 40.0, 4  # tokens of a class from which on only every fourth round is gone over again
 
 
@@ -30,7 +31,7 @@ class Unaided:
         which = class_of(promised)
         tokens, seconds = self._tokens[which], self._seconds[which]
         self._tokens[which], self._seconds[which] = _DECAY * tokens, _DECAY * seconds
-        return (_PRIOR_TOKENS + tokens) / (_PRIOR_TOKENS / guess + seconds) if guess else 0.0
+        return (_PRIOR_TOKENS + tokens) / (_PRIOR_TOKENS / (_GOES_ON * guess) + seconds) if guess else 0.0
 
     def wants(self, promised: float) -> bool:
         """Whether a round of the draft model is to be gone over again: what is hardly known always."""
