@@ -21,8 +21,7 @@ from .rounding import even_from, uneven
 from .tensorrt.cuda import Cuda
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, choose, without_equal_bits
 
-_KEPT_STEPS = 32
-_EVEN_WIDTH = 2
+_KEPT_STEPS, _EVEN_WIDTH = 32, 2
 
 
 class SlotEngine:

@@ -163,7 +163,7 @@ class Decoder:
         seed = sample.seed if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
         stop = matchers(index) if matchers is not None else None
-        kind = Kind(settings.temperature > 0, repeats(prompt))
+        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt))
         policy = self._policy(settings, kind)
         return Row(
             index=index,

@@ -257,6 +257,12 @@ def distil(
     publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(own), start=start), **figures)
 
 
+def shaped_as(model: LlamaForCausalLM, recipe: Recipe, steps: int) -> Recipe:
+    """``recipe`` for a model that is there already, in so many steps."""
+    layers, units = model.config.num_hidden_layers, model.config.intermediate_size
+    return dataclasses.replace(recipe, layers=layers, shallow=layers, intermediate=units, steps=steps)
+
+
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The model as shipped: its weights rounded to bfloat16, computing in float32."""
     return cast(LlamaForCausalLM, model.to(torch.bfloat16).float())
@@ -341,14 +347,7 @@ def refine(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) ->
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher, model = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out / "target", folder))
-    config = model.config
-    recipe = dataclasses.replace(
-        REFINED,
-        layers=config.num_hidden_layers,
-        shallow=config.num_hidden_layers,
-        intermediate=config.intermediate_size,
-        steps=steps,
-    )
+    recipe = shaped_as(model, REFINED, steps)
     distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled, own_tokens)
 
 
@@ -363,14 +362,7 @@ def parallel(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) 
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher, model = (LlamaForCausalLM.from_pretrained(out / role, dtype=torch.float32) for role in ("target", "draft"))
     model.config.pard_token = mask = mask_of(corpus.tokenizer)
-    config = model.config
-    recipe = dataclasses.replace(
-        MASKED,
-        layers=config.num_hidden_layers,
-        shallow=config.num_hidden_layers,
-        intermediate=config.intermediate_size,
-        steps=steps,
-    )
+    recipe = shaped_as(model, MASKED, steps)
     own = own_text(teacher.eval(), corpus.stream, own_tokens)
     stream = np.concatenate([corpus.stream, own, edits(corpus, len(corpus.stream) // 2)])
     loss = parallel_loss(model, teacher, mask, divergence, SEED, MAKERS[compiled])
