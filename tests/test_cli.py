@@ -256,6 +256,7 @@ def export_pair(target, draft, out, *, progress, **others):
 
 sys.modules["leadout.export.build"] = types.SimpleNamespace(export_pair=export_pair)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background ignores it
 main(["export", "x", "-o", sys.argv[1]])
 """
 
