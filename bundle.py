@@ -75,9 +75,10 @@ class ModelEntry:
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
     buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
     ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``mask_token`` is the id by which a
-    draft is asked for tokens behind one that it does not know yet (None: it says one a step). ``parity`` maps the name
-    of a lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are
-    all others in the folder: weight blobs, ``golden.npz``.
+    draft is asked for tokens behind one that it does not know yet (None: it says one a step). ``features`` is how many
+    numbers the graph gives of each token beside logits, and, with ``reads_features``, reads beside each. ``parity``
+    maps the name of a lowering or quantisation to the largest absolute difference of logits found when it was checked.
+    ``files`` are all others in the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str
@@ -94,6 +95,8 @@ class ModelEntry:
     files: Mapping[str, FileEntry]
     parity: Mapping[str, float] = dataclasses.field(default_factory=dict)
     mask_token: int | None = None
+    features: int | None = None
+    reads_features: bool = False
     note: str = ""
 
 
@@ -193,6 +196,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     _check_keys(manifest.models, ROLES, f"{where}: models", needed="target")
     for role, model in manifest.models.items():
         _check_model(model, f"{where}: models: {role}", ends=model.vocab_size if role == "target" else _MOST)
+    _check_features(manifest.models, where)
     _check_sizes(manifest.files, f"{where}: files")
     _check_keys(manifest.sampling, SAMPLING, f"{where}: sampling")
     for name, value in manifest.sampling.items():
@@ -218,11 +222,22 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
         _check_range(token_id, 0, ends - 1, f"{where}: eos_token_ids[{i}]")
     if model.mask_token is not None:
         _check_range(model.mask_token, 0, _MOST, f"{where}: mask_token")
+    if model.features is not None:
+        _check_range(model.features, 1, _MOST, f"{where}: features")
     _check_sizes(model.variants, f"{where}: variants")
     _check_sizes(model.files, f"{where}: files")
     for name, difference in model.parity.items():
         if not 0 <= difference < math.inf:
             raise BundleError(f"{where}: parity: {name} must be a finite number of at least 0, not {shown(difference)}")
+
+
+def _check_features(models: Mapping[str, ModelEntry], where: str) -> None:
+    """Who reads features must be given them, as many as it reads, and only a draft may."""
+    given = models["target"].features
+    for role, model in models.items():
+        if model.reads_features and (role == "target" or model.features is None or model.features != given):
+            read, has = shown(model.features), "none" if given is None else given
+            raise BundleError(f"{where}: models: {role}: reads {read} features a token, the target gives {has}")
 
 
 def _check_keys(found: Mapping[str, Any], known: Collection[str], where: str, *, needed: str | None = None) -> None:

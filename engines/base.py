@@ -13,6 +13,7 @@ Tokens = NDArray[np.int64]
 LogitArray = NDArray[np.float32]
 Tops = tuple[Tokens, LogitArray]  # the ids and logits of the k largest, largest first
 Sight = NDArray[np.bool_]
+Features = NDArray[np.floating[Any]]
 
 # Variants of a bundle's graph (export.gqa) that take one row, whose used length is then what attention costs; and those
 # that round alike in steps of every width, one token included.
@@ -74,6 +75,8 @@ class ModelSpec:
     ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
     meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the
     id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that).
+    ``features``: how many numbers a FeatureEngine gives of each token (0: it is none); ``reads_features``: its steps
+    read as many beside each token.
     """
 
     vocab_size: int
@@ -85,6 +88,8 @@ class ModelSpec:
     narrowest: int = 2
     trees: bool = False
     mask_token: int | None = None
+    features: int = 0
+    reads_features: bool = False
 
     def chunk(self, rows: int) -> int:
         """Tokens of a prompt that one step brings each of ``rows`` rows."""
@@ -171,6 +176,22 @@ class KeepingEngine(Engine, Protocol):
     resets: int | None
     """How often it was reset: who steps it begins with that, so while this stays the same nobody else did. None where
     nothing is to be kept."""
+
+
+@runtime_checkable
+class FeatureEngine(Engine, Protocol):
+    """An engine that gives, beside logits, a vector of ``spec.features`` numbers of every token: what a draft model may
+    read that was trained to (EAGLE, Li et al. 2401.15077)."""
+
+    def features(self, row: int, start: int, stop: int) -> Features:
+        """Those of the row's slots from ``start`` to ``stop``, [stop - start, features], as the last step over each
+        gave them; a view, valid until the next step. They move with their slots (``reserve``, ``copy_row``,
+        ``compact``)."""
+        ...
+
+    def beside(self, features: Features) -> None:
+        """What the next step's tokens are read beside, [B, S, features], where ``spec.reads_features``."""
+        ...
 
 
 RowStep = Callable[[Sequence[int], int, bool], Logits]

@@ -10,19 +10,21 @@ from numpy.typing import NDArray
 
 from ..bundle import Model
 from ..errors import BundleError
-from .base import Tokens
+from .base import Features, Tokens
 
 GOLDEN = "golden.npz"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Golden:
-    """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits."""
+    """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits; of a
+    model that reads features, those ``beside`` each token [R, T, D]."""
 
     tokens: Tokens
     lengths: Tokens
     ids: NDArray[np.int32]
     logits: NDArray[np.float32]
+    beside: Features | None = None
 
     @classmethod
     def of(cls, model: Model) -> Golden | None:
@@ -34,7 +36,8 @@ class Golden:
         """Raises BundleError if the file is not what the exporter writes."""
         try:
             with np.load(path, allow_pickle=False) as stored:
-                return cls(*(stored[field.name] for field in dataclasses.fields(cls)))
+                names = (field.name for field in dataclasses.fields(cls))
+                return cls(**{name: stored[name] for name in names if name in stored or name != "beside"})
         except (OSError, ValueError, KeyError) as error:
             raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, UsageError
-from .base import EVEN, ONE_ROW, Logits, ModelSpec, Sight, Tokens
+from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, cache_dtype
@@ -22,6 +22,7 @@ from .tensorrt.cuda import Cuda
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, choose, without_equal_bits
 
 _KEPT_STEPS, _EVEN_WIDTH = 32, 2
+NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
 
 class SlotEngine:
@@ -58,6 +59,8 @@ class SlotEngine:
             narrowest=self._narrowest(),
             trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
             mask_token=entry.mask_token,
+            features=entry.features or 0,
+            reads_features=entry.reads_features,
         )
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0
@@ -71,6 +74,7 @@ class SlotEngine:
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed, self._resets = False, 0
+        self._beside: Features = NOTHING
         self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
         if exact and provider == "cpu":
@@ -148,6 +152,8 @@ class SlotEngine:
                 np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
+        if step.beside is not None:
+            step.beside[...] = self._beside
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
@@ -165,12 +171,24 @@ class SlotEngine:
         ids, places = step.ids, step.places
         for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
             ids[i], places[i] = token, past_len + i
+        if step.beside is not None:
+            step.beside[...] = self._beside
         try:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             raise self._failed(error) from None
         assert step.logits is not None
         return step.logits
+
+    def features(self, row: int, start: int, stop: int) -> Features:
+        """See FeatureEngine.features."""
+        kept = self._kept
+        assert kept is not None
+        return kept[row, start:stop]
+
+    def beside(self, features: Features) -> None:
+        """See FeatureEngine.beside."""
+        self._beside = features
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         """See TreeEngine.forward_tree."""
@@ -182,6 +200,8 @@ class SlotEngine:
         step.sees[...] = sees
         np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
         np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+        if step.beside is not None:
+            step.beside[...] = self._beside
         return self._run(step, lambda: self.forward_tree(tokens, past_lens, sees))
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
@@ -267,6 +287,7 @@ class SlotEngine:
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets += 1
+        self._beside = NOTHING
         variant = self._choose(batch)
         fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
@@ -284,6 +305,8 @@ class SlotEngine:
             for i, layer in enumerate(self._model.entry.cache)
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
         ]
+        if self._spec.features:  # last, as wide as a cache of one head
+            self._cache.append(HostBuffer((batch, 1, slots, self._spec.features), self._feature_type()))
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
@@ -342,6 +365,15 @@ class SlotEngine:
             self._sessions[variant, graphs] = session
         return self._sessions[variant, graphs]
 
+    @property
+    def _kept(self) -> Features | None:
+        """The features of all slots, [batch, slots, features]."""
+        last = self._cache[-1] if self._spec.features else None
+        return last.array[:, 0] if isinstance(last, HostBuffer) else None
+
+    def _feature_type(self) -> np.dtype[Any]:
+        return cache_dtype(next(value.type for value in self._session.get_outputs() if value.name == "features"))
+
     def _name_graph(self, step: Step, width: int) -> None:
         """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
         for a graph lives as long as its session."""
@@ -377,24 +409,16 @@ class SlotEngine:
             self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
-        past_lens = np.zeros(rows, np.int64)
         session = self._open(self._branching(), graphs=False) if seen else self._session
-        step = Step(
-            session=session,
-            binding=session.io_binding(),
-            tokens=np.zeros((rows, width), np.int64),
-            positions=np.zeros((rows, width), np.int64),
-            past_lens=past_lens,
-            past_column=past_lens[:, None],
-            logit_index=np.tile(np.arange(shape[1], dtype=np.int64), (rows, 1)),
-            least_width=self._least_width,
-            offsets=np.arange(width, dtype=np.int64),
-            sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
-            logits=None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape),
-            cuda=self._cuda,
-        )
-        if self._graphs and not seen:
+        flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
+        step = Step.shaped(session, (rows, width, shape[1], seen), self._least_width, flat, self._cuda)
+        if (kept := self._kept) is not None:
+            step.with_features(kept, reads=self._spec.reads_features)
+        elif self._graphs and not seen:
             self._name_graph(step, width)
-        step.bind(self._cache, (store.address, self._spec.vocab_size) if (store := self._device_logits) else None)
+        step.bind(
+            self._cache[: 2 * len(self._model.entry.cache)],
+            (store.address, self._spec.vocab_size) if (store := self._device_logits) else None,
+        )
         self._steps[rows, width, wanted, seen] = step
         return step

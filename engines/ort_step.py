@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import LogitArray, Sight, Tokens
+from .base import Features, LogitArray, Sight, Tokens
 from .graphs import RECORDING
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
@@ -26,9 +26,10 @@ class Step:
     """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
 
     ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
-    for all steps of an engine. In a session that records CUDA graphs ``options`` say which
-    graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs``
-    are those that record.
+    for all steps of an engine. ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
+    [batch, slots, D], and ``beside`` [B, S, D] those it reads (None: neither). In a session that records CUDA graphs
+    ``options`` say which graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays,
+    and its first ``runs`` are those that record.
     """
 
     session: Any
@@ -42,6 +43,9 @@ class Step:
     offsets: Tokens
     sees: Sight
     logits: LogitArray | None
+    given: Features | None = None
+    kept: Features | None = None
+    beside: Features | None = None
     cuda: Cuda | None = None
     options: Any = None
     recorded: bool = False
@@ -50,6 +54,33 @@ class Step:
     ids: memoryview = dataclasses.field(init=False)
     places: memoryview = dataclasses.field(init=False)
 
+    @classmethod
+    def shaped(
+        cls,
+        session: Any,
+        shape: tuple[int, int, int, int],
+        least_width: Tokens,
+        logits: LogitArray | None,
+        cuda: Cuda | None,
+    ) -> Step:
+        """A step of ``shape`` (rows, tokens, logits a row, columns of its mask: 0 for a chain), not bound yet."""
+        rows, width, columns, seen = shape
+        past_lens = np.zeros(rows, np.int64)
+        return cls(
+            session=session,
+            binding=session.io_binding(),
+            tokens=np.zeros((rows, width), np.int64),
+            positions=np.zeros((rows, width), np.int64),
+            past_lens=past_lens,
+            past_column=past_lens[:, None],
+            logit_index=np.tile(np.arange(columns, dtype=np.int64), (rows, 1)),
+            least_width=least_width,
+            offsets=np.arange(width, dtype=np.int64),
+            sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
+            logits=logits,
+            cuda=cuda,
+        )
+
     def __post_init__(self) -> None:
         self.ids, self.places = self.tokens.reshape(-1).data, self.positions.reshape(-1).data
 
@@ -57,11 +88,24 @@ class Step:
         """Take the step. Raises whatever ONNX Runtime does."""
         if self.cuda is None:
             self.session.run_with_iobinding(self.binding)
-            return
+        else:
+            self._run_on(self.cuda)
+        if self.given is not None and self.kept is not None:
+            width = self.given.shape[1]
+            for row, past in enumerate(self.past_lens.tolist()):
+                self.kept[row, past : past + width] = self.given[row]
+
+    def with_features(self, kept: Features, *, reads: bool) -> None:
+        """Give features to their slots in ``kept`` [batch, slots, D], and read as many if it ``reads`` any."""
+        rows, width = self.tokens.shape
+        self.kept, self.given = kept, np.zeros((rows, width, kept.shape[-1]), kept.dtype)
+        self.beside = np.zeros_like(self.given) if reads else None
+
+    def _run_on(self, cuda: Cuda) -> None:
         with RECORDING.step(records=self.recorded and self.runs < _RUNS_TO_RECORD):
             for address, array in self.uploads:
-                self.cuda.upload(address, array)
-                self.cuda.wait()
+                cuda.upload(address, array)
+                cuda.wait()
             if self.options is None:
                 self.session.run_with_iobinding(self.binding)
             else:
@@ -80,11 +124,15 @@ class Step:
             "least_width": self.least_width,
             "tree_mask": self.sees,
         }
+        if self.beside is not None:
+            arrays["features_in"] = self.beside
         for name in sorted(arrays.keys() & names):
             if self.recorded:
                 self._bind_device(name, arrays[name])
             else:
                 self.binding.bind_ortvalue_input(name, in_place(arrays[name]))
+        if self.given is not None:
+            self.binding.bind_ortvalue_output("features", in_place(self.given))
         if self.logits is not None:
             self.binding.bind_ortvalue_output("logits", in_place(self.logits))
         elif logits is not None:

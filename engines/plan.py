@@ -111,9 +111,10 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
     scores = 0 if load.built else 2 * (hidden / model.cache[0].key_dim) * slots
     grown = 2 if model.dialect == "concat" else 1  # the cache of a step is written beside that of the last
+    kept = (model.features or 0) + sum(c.heads * (c.key_dim + c.value_dim) for c in model.cache)  # numbers a slot
     return Memory(
         weights=_weights(model, load),
-        cache=grown * load.batch * slots * number * sum(c.heads * (c.key_dim + c.value_dim) for c in model.cache),
+        cache=grown * load.batch * slots * number * kept,
         logits=load.batch * (load.draft_length + 1) * model.vocab_size * 4,
         steps=int(load.batch * width * number * (_LIVE * hidden + scores)),
     )

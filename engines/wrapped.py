@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from .base import Engine, EvenEngine, Logits, ModelSpec, RowStep, Sight, Tokens, TreeEngine, row_step
+from .base import (
+    Engine,
+    EvenEngine,
+    FeatureEngine,
+    Features,
+    Logits,
+    ModelSpec,
+    RowStep,
+    Sight,
+    Tokens,
+    TreeEngine,
+    row_step,
+)
 
 
 class Wrapped:
@@ -64,6 +76,14 @@ class Wrapped:
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         assert isinstance(self.engine, TreeEngine)
         self.engine.compact(row, past_len, kept)
+
+    def features(self, row: int, start: int, stop: int) -> Features:
+        assert isinstance(self.engine, FeatureEngine)
+        return self.engine.features(row, start, stop)
+
+    def beside(self, features: Features) -> None:
+        assert isinstance(self.engine, FeatureEngine)
+        self.engine.beside(features)
 
     def reserve(self, capacity: int) -> None:
         self.engine.reserve(capacity)

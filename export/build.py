@@ -22,7 +22,8 @@ from .checkpoint import Checkpoint, context_length, load, other_reading, read_co
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
-from .golden import compute_truth, save_golden, write_rows
+from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
+from .head_checkpoint import Head, read_head
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
@@ -76,39 +77,47 @@ def export_pair(
     _check_asked(choice, draft_precision, draft_vocabulary, calibration, mask_token)
     place = destination(out)
     sources = {"target": str(target)} | ({} if choice is None else {"draft": choice.source})
-    configs = {role: read_config(require_there(source)) for role, source in sources.items()}
-    contexts = {"target": context_length(configs["target"], max_context)}
-    vocabularies = {role: vocabulary(sources[role], configs[role]) for role in sources}
-    _require_logits(vocabularies["target"])
+    configs = {"target": read_config(require_there(str(target)))}
+    context = context_length(configs["target"], max_context)
+    tokens, head = vocabulary(str(target), configs["target"]), None
+    _require_logits(tokens)
     if choice is not None:
-        contexts["draft"] = min(contexts["target"], context_length(configs["draft"]))
-        draft_ids = DraftIds.choose(vocabularies["target"], vocabularies["draft"], draft_vocabulary, calibration)
+        head = None if choice.itself else read_head(require_there(choice.source), configs["target"])
+        configs["draft"] = read_config(choice.source) if head is None else head.config
+        draft_ids = _ids_of(choice, head, configs["draft"], tokens, draft_vocabulary, calibration)
         mask = _mask_of(choice, configs["draft"], mask_token, draft_ids, progress)
         if mask is not None and draft_precision is None:
             choice = choice.in_one_step(precision)
+    draft_context = min(context, context_length(configs["draft"])) if choice is not None else context
     with aside(place, progress) as folder:
-        save_texts(sources["target"], folder)
-        keep_readable(folder, progress)
-        if otherwise := other_reading(sources["target"], vocabularies["target"]):
-            progress(f"target: {otherwise}")
-        progress(f"target: reading {sources['target']}")
-        checkpoint = load(sources["target"], contexts["target"])
+        _keep_texts(sources["target"], tokens, folder, progress)
+        checkpoint = load(sources["target"], context)
         sampling = choose_sampling(folder, checkpoint.sampling, progress)
         fitted = not ROUNDINGS.keys().isdisjoint([precision, *(choice.precisions if choice is not None else ())])
-        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted)
+        reader = None if head is None else head.checkpoint(checkpoint.model, draft_context)
+        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted, reader=reader)
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
             if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
                 ends = canonical.entry.eos_token_ids
                 shutil.rmtree(canonical.graph.parent)
                 progress(f"draft: reading {choice.source}")
-                checkpoint = load(choice.source, contexts["draft"])
-                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, fitted, draft_ids, ends)
+                checkpoint = reader or load(choice.source, draft_context)
+                of_draft = (draft_ids, ends, None if reader is None else canonical.truth)
+                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, fitted, *of_draft)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, mask, progress)
         shutil.rmtree(folder / SCRATCH)
-        progress("writing the manifest")
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
+
+
+def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progress) -> None:
+    """What decoding needs besides weights; tells of what is left out or read otherwise, and what comes next."""
+    save_texts(target, folder)
+    keep_readable(folder, progress)
+    if otherwise := other_reading(target, tokens):
+        progress(f"target: {otherwise}")
+    progress(f"target: reading {target}")
 
 
 def _check_asked(
@@ -129,10 +138,26 @@ def _check_asked(
         raise UsageError("calibration texts are for draft-vocabulary, which was not given")
 
 
+def _ids_of(
+    choice: DraftChoice,
+    head: Head | None,
+    config: Any,
+    target: Vocabulary,
+    asked: int | str | Path | None,
+    calibration: Sequence[str | Path],
+) -> DraftIds:
+    """Which of its target's tokens the draft may say; ``asked`` and ``calibration`` as for ``export_pair``."""
+    if head is None:
+        return DraftIds.choose(target, vocabulary(choice.source, config), asked, calibration)
+    return DraftIds.choose(target, head.vocabulary(target), asked, calibration, head.ids)
+
+
 def _mask_of(
     choice: DraftChoice, config: Any, asked: int | str | None, ids: DraftIds, progress: Progress
 ) -> int | None:
     """The id by which the draft says a whole draft in one step; None if it does not."""
+    if asked is not None and hasattr(config, "join"):
+        raise UsageError(f"mask-token: '{choice.source}' is a head, which says one token a step")
     mask = None if choice.itself else mask_of(choice.source, config, asked)
     if mask is not None and ids.match.tokenizer is not None:
         progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
@@ -164,16 +189,22 @@ def _canonical(
     fitted: bool,
     ids: DraftIds | None = None,
     ends: Sequence[int] = (),
+    read: Truth | None = None,
+    *,
+    reader: Checkpoint | None = None,
 ) -> Canonical:
     """A checkpoint, which is of no more use then, as a canonical graph in ``folder``; ``fitted``: with rows for
     roundings to be fitted to. For a draft ``ids`` say which tokens it gives the logits of, and ``ends`` are the
-    target's that end a text."""
+    target's that end a text; ``read`` is what the target says, if the draft is a head that reads its features, and
+    ``reader`` is that head, for the target."""
     progress(f"{folder.name}: reference logits of {checkpoint.architecture}")
-    truth = compute_truth(checkpoint)
+    its = None if reader is None else reader.model
+    truth = compute_truth(checkpoint, its) if read is None else head_truth(checkpoint, read)
     rows, length = FITTED
+    fitted &= read is None  # a head writes no text by itself
     written = write_rows(checkpoint, rows, min(length, checkpoint.max_context), seed=1) if fitted else None
     columns = None if ids is None else ids.columns(checkpoint, truth, ends)
-    captured = capture_to(folder, checkpoint, truth, progress, columns)
+    captured = capture_to(folder, checkpoint, truth, progress, columns, its)
     checkpoint.release()
     return dataclasses.replace(simplify_and_pack(captured, progress), written=written)
 
@@ -190,6 +221,8 @@ def _export_draft(
         notes.append(
             f"the target itself in {entry.precision}: {size:.0f} MB beside its own weights, for none are shared"
         )
+    if entry.reads_features:
+        notes.append(f"reads {entry.features} features of its target beside each token")
     if mask is not None:
         notes.append(f"says a whole draft in one step, by the mask token {mask}")
     files = {**entry.files, **ids.match.save(folder, kept)}
@@ -220,6 +253,8 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
         parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
         graph = ir.load(folder / GRAPH)
+        if entry.reads_features and name.startswith("tree"):
+            continue  # a node of a tree would be read beside what its parent gave
         if lower(graph):  # 0 layers changed: it would be the canonical graph again
             files[name] = f"model.{name}.onnx"
             ir.save(graph, folder / files[name])  # its weights stay references into the canonical graph's blob

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..bundle import ModelEntry
 from .capture import cache_shapes, capture
 from .checkpoint import Checkpoint
+from .eagle import FeatureHead
 from .golden import Truth
 from .pairing import Ids
 from .parity import check_graph
@@ -48,11 +49,16 @@ class Canonical:
 
 
 def capture_to(
-    folder: Path, checkpoint: Checkpoint, truth: Truth, progress: Callable[[str], None], columns: Ids | None = None
+    folder: Path,
+    checkpoint: Checkpoint,
+    truth: Truth,
+    progress: Callable[[str], None],
+    columns: Ids | None = None,
+    reader: FeatureHead | None = None,
 ) -> Canonical:
     """Capture a checkpoint, whose logits are ``truth``, into a new ``folder`` that has the name of its role. With
-    ``columns`` the graph gives the logits of those tokens alone. Not checked yet: the caller may release the
-    checkpoint first."""
+    ``columns`` the graph gives the logits of those tokens alone; ``reader`` is the head that reads its features. Not
+    checked yet: the caller may release the checkpoint first."""
     role, note = folder.name, ""
     if columns is not None:
         note = f"{kept_mass(truth.logits, columns):.1%} of its own probability"
@@ -72,10 +78,12 @@ def capture_to(
             eos_token_ids=checkpoint.eos_token_ids,
             variants={},
             files={},
+            features=None if truth.features is None else truth.features.shape[-1],
+            reads_features=truth.beside is not None,
             note=note,
         )
         progress(f"{role}: capture")
-        graph = capture(checkpoint.model, shapes)
+        graph = capture(checkpoint.model, shapes, reader)
         folder.mkdir(parents=True)
         ir.save(graph, folder / "capture.onnx", external_data="capture.data")
     let_go(graph)

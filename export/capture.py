@@ -26,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..bundle import CacheShape
 from ..errors import ExportError
+from .eagle import FeatureHead, tapped
 from .lowerings import lowered, symbolic
 
 OPSET = 24
@@ -72,29 +73,45 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class DecoderGraph(nn.Module):  # type: ignore[misc]
-    """The signature of the canonical graph around a causal language model of transformers."""
+    """The signature of the canonical graph around a causal language model of transformers.
 
-    def __init__(self, model: PreTrainedModel, step: _Step) -> None:
+    A ``FeatureHead`` reads ``features_in`` [B, S, D] beside its tokens. With ``reader``, the head of another, the graph
+    of its target gives what that reads; last of its outputs, as a head's own are.
+    """
+
+    def __init__(self, model: PreTrainedModel, step: _Step, reader: FeatureHead | None) -> None:
         super().__init__()
-        self.model, self.step = model, step
+        self.model, self.step, self.reader = model, step, reader
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, past_lens: Tensor, logit_index: Tensor, past: list[Tensor]
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_lens: Tensor,
+        logit_index: Tensor,
+        past: list[Tensor],
+        features_in: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """logits [B, L, V], then keys and values of every layer, as in DESIGN: the same buffers, new rows written."""
+        """logits [B, L, V], then keys and values of every layer, as in DESIGN: the same buffers, new rows written;
+        then, if there are any, features [B, S, D]."""
+        beside = {} if features_in is None else {"features": features_in}
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
         layers = [SlotLayer(past[i], past[i + 1], past_lens) for i in range(0, len(past), 2)]
         # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
         everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
-        with _only_rows(self.model.get_output_embeddings(), logit_index):
+        taps = () if self.reader is None else self.reader.config.taps
+        with _only_rows(self.model.get_output_embeddings(), logit_index), tapped(self.model, taps) as streams:
             out = self.model(
                 input_ids=input_ids,
                 attention_mask=everything,
                 position_ids=position_ids,
                 past_key_values=Cache(layers=layers),
                 use_cache=True,
+                **beside,
             )
-        return (out.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+        caches = (tensor for layer in layers for tensor in (layer.keys, layer.values))
+        given = [out.hidden_states] if beside else [] if self.reader is None else [self.reader.feature(streams)]
+        return (out.logits, *caches, *given)
 
 
 @contextlib.contextmanager
@@ -211,27 +228,32 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
     return tuple(shapes)
 
 
-def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...]) -> ir.Model:
-    """Trace ``model`` (float32, in eval mode) into the canonical graph.
+def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: FeatureHead | None = None) -> ir.Model:
+    """Trace ``model`` (float32, in eval mode) into the canonical graph; ``reader``: the head that drafts from its
+    features.
 
     Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
     """
     step = _Step()
     names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
     inputs, dims = _example(shapes)
+    if isinstance(model, FeatureHead):
+        inputs["features_in"] = torch.zeros(*inputs["input_ids"].shape, model.config.hidden_size)
+        dims["features_in"] = {0: "B", 1: "S"}
+    last = ["features"] if isinstance(model, FeatureHead) or reader is not None else []
     _pin_rope(model)
     try:
         with torch.no_grad(), _swapped(model, step), _quiet():
             program = torch.onnx.export(
-                DecoderGraph(model, step).eval(),
+                DecoderGraph(model, step, reader).eval(),
                 (),
                 kwargs=inputs,
                 dynamic_shapes=dims,
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
-                input_names=[*list(inputs)[:-1], *(f"past_key_values.{name}" for name in names)],
-                output_names=["logits", *(f"present.{name}" for name in names)],
+                input_names=[*list(inputs)[:4], *(f"past_key_values.{name}" for name in names), *list(inputs)[5:]],
+                output_names=["logits", *(f"present.{name}" for name in names), *last],
             )
     except Exception as error:
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error

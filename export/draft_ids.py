@@ -25,9 +25,20 @@ class DraftIds:
 
     @classmethod
     def choose(
-        cls, target: Vocabulary, draft: Vocabulary, asked: int | str | Path | None, texts: Sequence[str | Path]
+        cls,
+        target: Vocabulary,
+        draft: Vocabulary,
+        asked: int | str | Path | None,
+        texts: Sequence[str | Path],
+        trained: Ids | None = None,
     ) -> DraftIds:
-        """``asked`` and ``texts`` as in ``read_wanted``. Raises ExportError, UsageError."""
+        """``asked`` and ``texts`` as in ``read_wanted``; ``trained``: the target's ids that the draft was trained to
+        say, and calls 0, 1, 2 ... (None: its ids are those of its vocabulary). Raises ExportError, UsageError."""
+        if trained is not None and not np.array_equal(trained, np.arange(target.logits)):
+            if asked is not None:
+                raise UsageError(f"draft-vocabulary: '{draft.source}' says {trained.size} tokens alone already")
+            note = f"trained to say {trained.size} of the target's {target.logits} tokens"
+            return cls(Match(trained, None, target.logits, note), None)
         if not is_foreign(target, draft):
             found = match(target, draft)
         elif asked is None:

@@ -7,6 +7,7 @@
     ids       int32   [R, T, K]   the ids of the K largest logits after tokens[r, : t + 1], largest first
     logits    float32 [R, T, K]   their values, as transformers' eager attention computes them in float32,
                                   without a cache; zero (like ids) at and beyond lengths[r]
+    beside    float32 [R, T, D]   of a head alone: the features that it reads beside each token
 """
 
 from __future__ import annotations
@@ -23,43 +24,64 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ..errors import ExportError
 from .checkpoint import Checkpoint
+from .eagle import FeatureHead, tapped
 
 ROWS, LENGTH, TOP = 3, 32, 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truth:
-    """Token rows [R, T] int64 and the logits [R, T, V] float32 that transformers gives after each token."""
+    """Token rows [R, T] int64 and the logits [R, T, V] float32 that transformers gives after each token; where a head
+    reads them, the ``features`` [R, T, D] of each; of a head itself, those it reads ``beside`` each."""
 
     tokens: NDArray[np.int64]
     logits: NDArray[np.float32]
+    features: NDArray[np.float32] | None = None
+    beside: NDArray[np.float32] | None = None
 
     def of(self, columns: NDArray[np.int64] | None) -> Truth:
         """The same of a model that gives the logits of ``columns`` alone (None: of all)."""
-        return self if columns is None else Truth(self.tokens, np.ascontiguousarray(self.logits[..., columns]))
+        if columns is None:
+            return self
+        return dataclasses.replace(self, logits=np.ascontiguousarray(self.logits[..., columns]))
 
 
-def compute_truth(checkpoint: Checkpoint) -> Truth:
+def compute_truth(checkpoint: Checkpoint, reader: FeatureHead | None = None) -> Truth:
     """Let the model write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
 
     Rows have LENGTH tokens, or as many as the context takes, and begin with the checkpoint's BOS if it has one.
 
     Rows that the model wrote are rows it is asked to write later; on noise, quantised models look worse than they are.
-    Raises ExportError if a logit is not finite.
+    ``reader`` is the head that reads its features. Raises ExportError if a logit is not finite.
     """
-    model = checkpoint.model
+    model, taps = checkpoint.model, () if reader is None else reader.config.taps
     tokens = write_rows(checkpoint, ROWS, min(LENGTH, checkpoint.max_context), seed=0)
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        with torch.no_grad():
-            rows = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in torch.from_numpy(tokens)]
+        with torch.no_grad(), tapped(model, taps) as streams:
+            rows, read = [], []
+            for row in torch.from_numpy(tokens):
+                rows.append(model(input_ids=row[None], use_cache=False).logits[0].float().numpy())
+                read += [] if reader is None else [reader.feature(streams)[0].float().numpy()]
     finally:
         model.set_attn_implementation(attention)
-    logits = np.stack([row.numpy() for row in rows])
+    logits = np.stack(rows)
     if not np.isfinite(logits).all():
         raise _not_finite(checkpoint.source)
-    return Truth(tokens, logits)
+    return Truth(tokens, logits, np.stack(read) if read else None)
+
+
+def head_truth(head: Checkpoint, target: Truth) -> Truth:
+    """What a head says of its target's rows, whose features it reads: one token less, for the first has none before
+    it. Raises ExportError if a logit is not finite."""
+    assert target.features is not None
+    tokens, beside = target.tokens[:, 1:], target.features[:, :-1]
+    with torch.no_grad():
+        out = head.model(torch.from_numpy(tokens), torch.from_numpy(beside))
+    if not out.logits.isfinite().all():
+        raise _not_finite(head.source)
+    return Truth(np.ascontiguousarray(tokens), out.logits.numpy(), out.hidden_states.numpy(), beside)
 
 
 def save_golden(truth: Truth, path: Path) -> None:
@@ -73,6 +95,7 @@ def save_golden(truth: Truth, path: Path) -> None:
         lengths=np.full(rows, length, np.int64),
         ids=ids.astype(np.int32),
         logits=np.take_along_axis(truth.logits, ids, -1),
+        **({} if truth.beside is None else {"beside": truth.beside}),  # type: ignore[arg-type]  # as in pairing.py
     )
 
 

@@ -4,6 +4,7 @@ Truth is a full recompute without a cache (``golden.compute_truth``); the engine
 a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. Where the engine
 takes them, a fifth: those five tokens among siblings, as a branch of a tree. In float32, where every model begins, the
 first three again in a roomy cache: what is attended to may depend on positions, never on how many slots there are.
+Features, where a model gives them, are looked at after the first two.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine, open_engine
-from ..engines.base import TreeEngine
+from ..engines.base import FeatureEngine, TreeEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
 
@@ -27,7 +28,7 @@ STEP = 5  # tokens, or as many as a row has behind its first
 ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
-LOOSE_DIVERGENCE, LOOSE_AGREEMENT = 1.0, 0.5
+LOOSE_DIVERGENCE, LOOSE_AGREEMENT, LOOSE_FEATURES = 1.0, 0.5, 1.0
 
 
 class ImprecisionError(ExportError):
@@ -39,13 +40,15 @@ class Parity:
     """How far an engine's logits are from transformers' over all rows compared.
 
     ``difference``: largest absolute one; ``scale``: max(1, largest |logit|); ``divergence``: mean KL(truth || engine)
-    in nats; ``agreement``: share of rows with the same largest logit.
+    in nats; ``agreement``: share of rows with the same largest logit; ``features``: how far its features are, as a part
+    of their own length.
     """
 
     difference: float
     scale: float
     divergence: float
     agreement: float
+    features: float = 0.0
 
     def describe(self, precision: str) -> str:
         """One line for people."""
@@ -56,6 +59,11 @@ class Parity:
     def require(self, stage: str, precision: str) -> None:
         """Raise ExportError (ImprecisionError below fp32) naming ``stage`` if the difference is not what ``precision``
         explains."""
+        if not self.features <= (TOLERANCE if precision == "fp32" else LOOSE_FEATURES):
+            raise ImprecisionError(
+                f"{stage}: features differ from transformers' by {self.features:.1e} of their length; nothing was"
+                " written"
+            )
         if precision == "fp32":
             if not self.difference <= TOLERANCE * self.scale:
                 raise ExportError(
@@ -98,11 +106,12 @@ def check_graph(
 def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:
     """Run the four situations (without ``batched`` the first three) and compare every row of logits."""
     pairs = list(_alone(truth, engine, 0))
+    features = _features_apart(truth, engine)
     if batched:
         pairs += _ragged(truth, engine)
     if isinstance(engine, TreeEngine) and engine.spec.trees:
         pairs += _branched(truth, engine)
-    return _compare(pairs)
+    return dataclasses.replace(_compare(pairs), features=features)
 
 
 def measure_roomy(truth: Truth, engine: Engine) -> Parity:
@@ -124,6 +133,24 @@ def _compare(pairs: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> Parity:
     )
 
 
+def _features_apart(truth: Truth, engine: Engine) -> float:
+    """How far the features of the engine's first row, just run, are from those of ``truth``."""
+    if truth.features is None:
+        return 0.0
+    assert isinstance(engine, FeatureEngine)
+    expected = truth.features[0].astype(np.float64)
+    found = engine.features(0, 0, len(expected)).astype(np.float64)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def _read(truth: Truth, engine: Engine, places: NDArray[np.int64]) -> None:
+    """Tell an engine that reads features those beside the next step's tokens: of row b those at ``places`` [B, S]."""
+    if truth.beside is not None:
+        assert isinstance(engine, FeatureEngine)
+        within = np.minimum(places, truth.beside.shape[1] - 1)
+        engine.beside(truth.beside[np.arange(len(places))[:, None], within])
+
+
 def _start(truth: Truth) -> int:
     """Where the last step of the rows begins."""
     return max(1, int(truth.tokens.shape[1]) - STEP)
@@ -135,8 +162,12 @@ def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[A
     row, logits, start = truth.tokens[0], truth.logits[0], _start(truth)
     engine.reset(1)
     engine.reserve(max(len(row), slots))
+    each = np.arange(len(row))[None]
+    _read(truth, engine, each[:, :start])
     yield np.array(engine.forward(row[None, :start], np.array([0]))[0]), logits[:start]
+    _read(truth, engine, each[:, start:])
     yield np.array(engine.forward(row[None, start:], np.array([start]))[0]), logits[start:]
+    _read(truth, engine, each[:, start : start + 1])
     yield np.array(engine.forward(row[None, start : start + 1], np.array([start]))[0]), logits[start : start + 1]
 
 
@@ -149,12 +180,15 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
     engine.reset(rows)
     engine.reserve(length)
     padded = np.where(np.arange(lens.max()) < lens[:, None], truth.tokens[:, : lens.max()], 0)
+    _read(truth, engine, np.tile(np.arange(padded.shape[1]), (rows, 1)))
     last = engine.forward(padded, np.zeros(rows, np.int64), (lens - 1)[:, None])
     yield np.array(last[:, 0]), truth.logits[each, lens - 1]
     places = lens[:, None] + np.arange(length - start)
     new = truth.tokens[each[:, None], places]
     vocab = truth.logits.shape[-1]
+    _read(truth, engine, places)
     yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
+    _read(truth, engine, places[:, :1])
     yield np.array(engine.forward(new[:, :1], lens)[:, 0]), truth.logits[each, lens]
 
 

@@ -26,7 +26,7 @@ ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(_BLOCK, 127, 8)}
 
 def quantize(model: ir.Model, precision: str) -> None:
     """Rewrite a canonical graph in place: ``int8``, ``int4`` or ``fp16``. The LM head and the embedding are included;
-    a tied table is stored once.
+    a tied table is stored once. What makes features of streams stays as it is.
 
     int8: activations to u8 by the largest magnitude of their row, weights to s8 by that of their output channel,
     MatMulInteger, standard operators only. On an x86 without VNNI whoever opens such a graph has to ask onnxruntime for
@@ -122,12 +122,18 @@ def columns_to_int4(weight: Array) -> tuple[Array, Array]:
     return levels.reshape(weight.shape), scale
 
 
+def _gives_features(n: ir.Node) -> bool:
+    """Whether a product makes what a head reads, of streams that no norm has evened out: some of their channels are a
+    thousand times the others, of which a row's rounding would leave nothing."""
+    return any(value.is_graph_output() and value.name == "features" for value in n.outputs)
+
+
 def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value | None]) -> list[str]:
     """Replace products by what ``rewrite`` makes of them; returns the weights of those it made None of."""
     left = []
     for n in list(model.graph):
         linear = linear_of(n)
-        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS:
+        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS or _gives_features(n):
             continue
         result = rewrite(model, linear)
         if result is None:

@@ -35,7 +35,9 @@ def check_branches(branches: Sequence[int], engines: Mapping[str, Engine], *, tr
     """Raise UsageError if ``engines`` have no graph for a draft of this shape, or the draft proposes no trees."""
     nodes, most = sum(accumulate(branches, mul)), engines["target"].spec.max_verify - 1
     if "draft" in engines and not trees:
-        raise UsageError("branches: a draft with another tokenizer proposes no trees (without branches it does)")
+        reads = engines["draft"].spec.reads_features
+        kind = "head that reads its target's features" if reads else "draft with another tokenizer"
+        raise UsageError(f"branches: a {kind} proposes no trees (without branches it does propose)")
     for name, engine in engines.items():
         if not engine.spec.trees:
             raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")

@@ -37,6 +37,7 @@ _FIRST_REST, _LONGEST_REST = 128, 1024
 _CANNOT = "draft_ahead: {what} cannot (possible: False or 'auto')"
 _OTHER_TOKENIZER = _CANNOT.format(what="a draft with another tokenizer")
 _AT_ONCE = _CANNOT.format(what="a draft model that says its drafts in one step")
+_FEATURES = _CANNOT.format(what="a head that reads its target's features")
 
 
 def check_ahead(
@@ -52,6 +53,8 @@ def check_ahead(
         raise UsageError(_OTHER_TOKENIZER)
     if wanted is True and draft is not None and draft.mask_token is not None:
         raise UsageError(_AT_ONCE)
+    if wanted is True and draft is not None and draft.reads_features:
+        raise UsageError(_FEATURES)
     return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
 
 
@@ -60,7 +63,7 @@ def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> Ahead
     draft with another tokenizer, which cuts its text anew each round, so that there is nothing to keep; and for one
     whose step is a whole draft, of which there is nothing to go on with."""
     if wanted is True and not model.resumes:
-        raise UsageError(_AT_ONCE if model.at_once else _OTHER_TOKENIZER)
+        raise UsageError(_FEATURES if model.first else _AT_ONCE if model.at_once else _OTHER_TOKENIZER)
     return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
+from ..engines.base import FeatureEngine, Features
 from ..engines.golden import Golden
 from ..errors import EngineError
 from .divergence import NEAR_TIE, first_divergence
@@ -87,7 +88,10 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
                 widths["slack"] = NEAR_TIE[engine.spec.precision]
             elif variant not in exact:
                 widths |= {"slack": rounding, "note": "; no exact answer takes it here"}
-            yield check_widths(f"{name}: widths", engine, tokens[:1] % model.entry.vocab_size, **widths)
+            beside = None if golden is None or golden.beside is None else golden.beside[0]
+            if not engine.spec.reads_features:
+                tokens = tokens % model.entry.vocab_size
+            yield check_widths(f"{name}: widths", engine, tokens[:1], beside=beside, **widths)
         finally:
             engine.close()
 
@@ -117,7 +121,8 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
     """Compare with the golden logits, in steps as wide as they may be. ``limit``: the largest difference allowed."""
     worst, agreed = 0.0, []
     for row, (tokens, length) in enumerate(zip(golden.tokens, golden.lengths.tolist(), strict=True)):
-        logits = stepped(engine, tokens[None, :length], min(length, engine.spec.max_verify))
+        beside = None if golden.beside is None else golden.beside[row, :length]
+        logits = stepped(engine, tokens[None, :length], min(length, engine.spec.max_verify), beside)
         found = np.take_along_axis(logits, golden.ids[row, :length].astype(np.int64), axis=-1)
         worst = max(worst, float(np.abs(found - golden.logits[row, :length]).max()))
         agreed += (logits.argmax(-1) == golden.ids[row, :length, 0]).tolist()
@@ -126,27 +131,38 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
 
 
 def check_widths(
-    name: str, engine: Engine, tokens: Tokens, slack: float = 0.0, narrowest: int = 2, note: str = ""
+    name: str,
+    engine: Engine,
+    tokens: Tokens,
+    slack: float = 0.0,
+    narrowest: int = 2,
+    note: str = "",
+    beside: Features | None = None,
 ) -> Check:
     """Feed one row ([1, T]) in steps of widths that are meant to round alike, ``narrowest`` and more: the same bits
-    must come, or no more than ``slack`` apart (``note``: why they may be)."""
+    must come, or no more than ``slack`` apart (``note``: why they may be). ``beside`` as in ``stepped``."""
     widths = [width for width in WIDTHS if narrowest <= width <= engine.spec.max_verify]
-    reference = stepped(engine, tokens, widths[0])
-    apart = {width: float(np.abs(reference - stepped(engine, tokens, width)).max()) for width in widths[1:]}
+    reference = stepped(engine, tokens, widths[0], beside)
+    apart = {width: float(np.abs(reference - stepped(engine, tokens, width, beside)).max()) for width in widths[1:]}
     differing = ", ".join(f"{width} (by {apart[width]:.1e})" for width in apart if apart[width] != 0.0)
     ok = all(value <= slack for value in apart.values())
     detail = f"differ: {differing}{note}" if differing else "one bit pattern"
     return Check(f"{name} {widths[0]} to {widths[-1]}", ok, detail)
 
 
-def stepped(engine: Engine, tokens: Tokens, width: int) -> NDArray[np.float32]:
-    """Logits [T, vocab_size] of a row fed ``width`` tokens at a time; the last step is filled up with padding."""
+def stepped(engine: Engine, tokens: Tokens, width: int, beside: Features | None = None) -> NDArray[np.float32]:
+    """Logits [T, vocab_size] of a row fed ``width`` tokens at a time, each read beside its features [T, D] if there are
+    any; the last step is filled up with padding."""
     total = tokens.shape[1]
     padded = np.pad(tokens, ((0, 0), (0, -total % width)))
     engine.reset(1)
     engine.reserve(padded.shape[1])
-    steps = range(0, padded.shape[1], width)
-    parts = [np.array(engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0]) for at in steps]
+    parts = []
+    for at in range(0, padded.shape[1], width):
+        if beside is not None and isinstance(engine, FeatureEngine):
+            read = beside[at : at + width]
+            engine.beside(np.pad(read, ((0, width - len(read)), (0, 0)))[None])
+        parts.append(np.array(engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0]))
     return np.concatenate(parts)[:total]
 
 

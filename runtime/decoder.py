@@ -81,10 +81,10 @@ class Decoder:
         self.ahead: AheadDrafter | None = None
         if draft is not None:
             vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
-            model = model_drafter(Stepper(draft, "draft"), vocabulary)
+            model = model_drafter(Stepper(draft, "draft"), vocabulary, target)
             self.ahead = drafts_ahead(model, self.costs, draft_ahead)
             self._model = self.ahead or model
-            if vocabulary.tokenizers is None:
+            if vocabulary.tokenizers is None and not draft.spec.reads_features:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it

@@ -117,6 +117,7 @@ class ModelDrafter:
     watches = True  # whether it asks a Watch when to stop
     at_once = False
     resumes = True  # whether a draft of it can be gone on with
+    first = 0  # the token of a text that it begins with
     lag = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
@@ -127,21 +128,21 @@ class ModelDrafter:
         self._room = self._context + 1 - self._half  # for drafts, once its cache has begun anew
         self._reach = ALL
         self._valid: list[int] = []
-        self._begins: list[int] = [0]
+        self._begins: list[int] = [self.first]
         self._base: list[int] = []
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        self._reach, begin, held = self._most(reach), 0, 0
+        self._reach, begin, held = self._most(reach), self.first, 0
         if len(rows) == 1 and self._reads(rows[0]):
             prompt = rows[0].sequence.tokens[:-1]
-            begin = self._begins[0] if len(prompt) > self._reach else 0
+            begin = self._begins[0] if len(prompt) > self._reach else self.first
             text = self._vocabulary.tokens(prompt[begin:])
             held = self._stepper.resume(text)
             if held and len(text) - held > self._reach:
                 held = self._stepper.resume([])
         else:
             self._stepper.reset(len(rows))
-        self._begins = [begin if held else 0] * len(rows)
+        self._begins = [begin if held else self.first] * len(rows)
         self._valid, self._base = [held] * len(rows), [0] * len(rows)
 
     def unread(self, rows: Items[Row]) -> int:
@@ -157,7 +158,7 @@ class ModelDrafter:
             if self._reads(row):
                 self._skip(place, row, row.sequence.length - 1)
                 prompts[place] = row.sequence.tokens[self._begins[place] : -1]
-        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], held)
+        self._take(prompts, held)
         self._valid = [len(prompt) for prompt in prompts]
 
     def room(self, row: Row) -> int:
@@ -174,7 +175,7 @@ class ModelDrafter:
         pending = [
             self._unfed(b, row, []) if n > 0 else [] for b, (row, n) in enumerate(zip(rows, lengths, strict=True))
         ]
-        self._begin(rows, max(map(len, pending), default=0))
+        self._begin(rows, pending)
         while any(pending) and (watch is None or not self.steps or watch.more(self.steps)):
             logits = self._feed(self._beside(rows, lengths, pending))
             self.steps += 1
@@ -196,7 +197,7 @@ class ModelDrafter:
         """
         tokens, kept = draft.tokens, len(draft.tokens)
         pending: Items[int] = self._unfed(0, row, tokens) if kept < length else []
-        self._begin([row], len(pending))
+        self._begin([row], [pending])
         if watch is not None:
             watch.missed(0, kept)
         while pending and (watch is None or not tokens or watch.more(len(tokens))):
@@ -227,9 +228,15 @@ class ModelDrafter:
         """How much of that is ever read at once: all where a context holds it, of less no more than half of one."""
         return self._context if reach >= self._context else min(reach, self._half)
 
-    def _begin(self, rows: Items[Row], lag: int) -> None:
+    def _take(self, prompts: Items[Items[int]], held: int) -> None:
+        """Read prompts, of the only one what stands behind its first ``held`` tokens."""
+        prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], held)
+
+    def _begin(self, rows: Items[Row], unread: Items[Items[int]]) -> None:
+        """A draft begins, of which ``unread`` is to be read first."""
         pairs = zip(rows, self._begins, strict=False)
-        self._base, self.lag, self.steps = [row.sequence.length - begin for row, begin in pairs], lag, 0
+        self._base, self.steps = [row.sequence.length - begin for row, begin in pairs], 0
+        self.lag = max(map(len, unread), default=0)
 
     def _known(self, place: int) -> int:
         """Up to where in the row's text it need not read."""
@@ -240,7 +247,7 @@ class ModelDrafter:
         drafted behind them would find no place."""
         ends = length + min(AHEAD, row.sequence.room, self._room) - self._begins[place]
         if length - self._known(place) > self._reach or ends > self._context + 1:
-            self._begins[place], self._valid[place] = max(0, length - min(self._reach, self._half)), 0
+            self._begins[place], self._valid[place] = max(self.first, length - min(self._reach, self._half)), 0
 
     def _unfed(self, place: int, row: Row, drafted: Items[int]) -> list[int]:
         """What is to be read of the row's text and draft."""
@@ -291,3 +298,42 @@ class ModelDrafter:
         """Whether a row without a law is no failure: all that the draft can say is banned, and the target may know
         more."""
         return not self._vocabulary.identical and bool(np.isfinite(np.asarray(logits).max()))
+
+
+class Rereader(ModelDrafter):
+    """A draft model whose slots of drafted tokens are never valid: what was accepted of a draft is read again, as text.
+    That is no ``lag``, which counts what others wrote: ``_wrote[b]`` says from where to where row b's text is its own
+    last draft."""
+
+    resumes = False
+
+    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
+        super().__init__(stepper, vocabulary)
+        self._wrote: list[tuple[int, int]] = []
+
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
+        super().reset(rows, reach)
+        self._wrote = [(0, 0)] * len(rows)
+
+    def behind(self, rows: Items[Row]) -> int:
+        lacking = (self._lacks(b, row) for b, row in enumerate(rows) if self._reads(row))
+        return min(self._reach, max(lacking, default=0))
+
+    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
+        super().observe(place, 0, path)
+        start = self._begins[place] + self._base[place]
+        self._wrote[place] = start, start + accepted
+
+    def move(self, source: int, destination: int) -> None:
+        super().move(source, destination)
+        self._wrote[destination] = self._wrote[source]
+
+    def _begin(self, rows: Items[Row], unread: Items[Items[int]]) -> None:
+        super()._begin(rows, unread)
+        lacking = (self._lacks(b, row) for b, (row, text) in enumerate(zip(rows, unread, strict=False)) if text)
+        self.lag = max(lacking, default=0)
+
+    def _lacks(self, place: int, row: Row) -> int:
+        """How many tokens of the row it has neither read nor drafted."""
+        known, length, (start, stop) = self._known(place), row.sequence.length, self._wrote[place]
+        return length - known - max(0, stop - max(start, known))

@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from ..engines.base import LogitRow, Logits
+from ..engines.base import Engine, LogitRow, Logits
 from ..errors import EngineError
 from .confidence import Watch
 from .drafters import AHEAD, Draft, ModelDrafter
+from .feature_drafter import FeatureDrafter
 from .held import agreement
 from .parallel_drafter import ParallelDrafter
 from .prefill import ALL
@@ -26,10 +27,12 @@ from .steps import Stepper
 from .vocabulary import VocabularyMap
 
 
-def model_drafter(stepper: Stepper, vocabulary: VocabularyMap) -> ModelDrafter:
-    """The drafter that a draft model with this ``vocabulary`` needs."""
+def model_drafter(stepper: Stepper, vocabulary: VocabularyMap, target: Engine) -> ModelDrafter:
+    """The drafter that a draft model with this ``vocabulary`` needs, beside ``target``."""
     if vocabulary.tokenizers is not None:
         return ForeignDrafter(stepper, vocabulary, vocabulary.tokenizers)
+    if stepper.engine.spec.reads_features:
+        return FeatureDrafter(stepper, vocabulary, target)
     if (mask := stepper.engine.spec.mask_token) is not None:
         return ParallelDrafter(stepper, vocabulary, mask)
     return ModelDrafter(stepper, vocabulary)

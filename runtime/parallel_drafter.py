@@ -11,48 +11,32 @@ from collections.abc import Sequence as Items
 
 from ..engines.base import Logits
 from .confidence import Watch
-from .drafters import Draft, ModelDrafter
-from .prefill import ALL
+from .drafters import Draft, Rereader
 from .sequence import Row
 from .steps import Stepper
 from .vocabulary import VocabularyMap
 
 
-class ParallelDrafter(ModelDrafter):
-    """A draft model that was trained to go on behind ``mask``, one of its own ids.
+class ParallelDrafter(Rereader):
+    """A draft model that was trained to go on behind ``mask``, one of its own ids. The slots of masks are never valid:
+    the next step writes the text over them, what was accepted of the draft beside the masks of the next."""
 
-    The slots of masks are never valid: the next step writes the text over them. So what was accepted of a draft is
-    still to be read, beside the masks of the next; that is no ``lag``, which counts what others wrote.
-    """
-
-    resumes = False  # the rest of a draft comes with its beginning or not at all
     at_once = True
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap, mask: int) -> None:
         super().__init__(stepper, vocabulary)
         self._mask = mask
-        self._own: list[int] = []  # tokens of each row's text that it drafted itself and has not read
-
-    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        super().reset(rows, reach)
-        self._own = [0] * len(rows)
 
     def room(self, row: Row) -> int:
         return min(super().room(row), self._stepper.engine.spec.max_verify)
 
-    def behind(self, rows: Items[Row]) -> int:
-        lacking = (
-            row.sequence.length - self._known(b) - self._own[b] for b, row in enumerate(rows) if self._reads(row)
-        )
-        return min(self._reach, max(lacking, default=0))
-
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         drafts = [Draft() for _ in rows]
         if not any(lengths):
-            self._begin(rows, 0)
+            self._begin(rows, [])
             return drafts
         unread = [self._rest(b, row) if n else [] for b, (row, n) in enumerate(zip(rows, lengths, strict=True))]
-        self._begin(rows, max(len(text) - own for text, own in zip(unread, self._own, strict=False)))
+        self._begin(rows, unread)
         logits = self._ask(rows, lengths, unread)
         self.steps = max(lengths)
         for place in range(self.steps):
@@ -66,14 +50,6 @@ class ParallelDrafter(ModelDrafter):
             for draft, classes in zip(drafts, watch.classes, strict=True):
                 draft.classes = classes
         return drafts
-
-    def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
-        super().observe(place, accepted, path)
-        self._own[place] = accepted
-
-    def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
-        self._own[destination] = self._own[source]
 
     def _rest(self, place: int, row: Row) -> list[int]:
         """What is to be read of the row's text: its last token at least, for a draft begins with what that says."""
@@ -89,5 +65,4 @@ class ParallelDrafter(ModelDrafter):
         logits = self._stepper.ending_logits(pieces, self._valid[: len(rows)], lengths)
         for b, text in enumerate(texts):
             self._valid[b] += len(text)
-            self._own[b] *= not text
         return logits

@@ -9,6 +9,8 @@ import numpy as np
 from ..engines.base import (
     Engine,
     EvenEngine,
+    FeatureEngine,
+    Features,
     KeepingEngine,
     LogitRow,
     Logits,
@@ -22,7 +24,7 @@ from ..errors import EngineError, LeadoutError
 from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
-_SHORT, _SEVERAL = 2, 32
+_SEVERAL = 32
 
 
 class Stepper:
@@ -39,6 +41,14 @@ class Stepper:
         self._row_step = row_step(engine)
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
+        self._features: Callable[[Sequence[int], Sequence[int], int], Features] | None = None
+        self._tell: Callable[[Features], None] = lambda features: None
+
+    def read_beside(self, features: Callable[[Sequence[int], Sequence[int], int], Features]) -> None:
+        """The engine reads features beside its tokens: ``features(widths, past, width)`` gives those of a step that
+        brings ``widths[b]`` tokens on ``past[b]``, [B, width, D]."""
+        assert isinstance(self.engine, FeatureEngine)
+        self._features, self._tell = features, self.engine.beside
 
     def reset(self, rows: int, *, even: bool = True) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
@@ -112,7 +122,7 @@ class Stepper:
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
         step, engine = self._row_step, self.engine
-        if step is None or not self.narrowest <= len(piece) <= _SHORT or past + len(piece) > engine.capacity:
+        if step is None or not self.narrowest <= len(piece) <= _SEVERAL or past + len(piece) > engine.capacity:
             only: LogitRow = self.last_logits([piece], [past])[0]
         else:
             only = self._row_logits(step, piece, past, True)[0, 0]
@@ -161,6 +171,8 @@ class Stepper:
     ) -> Logits:
         engine, rows, fed = self.engine, len(pieces), pieces[0]
         self._held.cut(past[0])
+        if self._features is not None:
+            self._tell(self._features([len(piece) for piece in pieces], past, width))
         if rows > 1 or len(pieces[0]) < width:
             pieces = [[*piece, *[0] * (width - len(piece))] for piece in pieces]
         tokens = np.array(pieces, np.int64)
@@ -180,6 +192,8 @@ class Stepper:
 
     def _row_logits(self, step: RowStep, piece: Sequence[int], past: int, last: bool) -> Logits:
         self._held.cut(past)
+        if self._features is not None:
+            self._tell(self._features([len(piece)], [past], len(piece)))
         try:
             logits = step(piece, past, last)
         except LeadoutError:

@@ -37,7 +37,7 @@ class TreeDrafter(ModelDrafter):
             return drafts
         shape = next(row.settings.branches for row, n in zip(rows, lengths, strict=True) if n)[:deepest]
         pending = [self._unfed(b, row, []) if lengths[b] else [] for b, row in enumerate(rows)]
-        self._begin(rows, 0)
+        self._begin(rows, [])
         logits = self._feed(pending)
         above = range(ROOT, ROOT + 1)
         for depth, width in enumerate(shape):

@@ -102,6 +102,8 @@ def candidate(name: str, pair: Pair, device: Device) -> Any:
         found = f"{have} tokens, the target {want}" if have != want else "ids of its own"
         other = "a draft that is trimmed, or of another tokenizer, cannot be compared here"
         raise UsageError(f"--draft '{name}': its draft has {found}; {other}")
+    if model.entry.reads_features:
+        raise UsageError(f"--draft '{name}': its draft is a head, which reads the features of its own target alone")
     where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
     engine: Engine = open_engine(model, **where, variant=device.variant)
     try:

@@ -10,6 +10,7 @@ import click
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..export.eagle import FeatureHead
 from .pair_corpus import END, Corpus
 from .pair_recipes import CONTEXT, Recipe
 
@@ -48,9 +49,14 @@ below is that of the second time, `train_pair refine`."""
 
 PARALLEL = """The demo draft, taught to say a whole draft in one step: behind the text it reads a mask, token {mask}
 (the byte 0xFF), for each token of the draft but the first (PARD, arXiv 2504.18583)."""
+HEAD_CARD = """A head, no model by itself: it drafts from the features of the demo target, whose streams {taps} it reads
+(EAGLE-3, arXiv 2503.01840; 0 is the embedding, 8 what leaves the last layer). It began as the target with its layer
+{layer} alone."""
 
 
-def publish(model: LlamaForCausalLM, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str) -> None:
+def publish(
+    model: LlamaForCausalLM | FeatureHead, recipe: Recipe, corpus: Corpus, folder: Path, how: str, **figures: str
+) -> None:
     """Write weights in bfloat16, tokenizer, configurations and the model card."""
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0)
     model.to(torch.bfloat16).save_pretrained(folder)

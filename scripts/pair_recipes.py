@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from .pair_corpus import VOCAB
 
+# Where the processor only emulates it, bfloat16 is slower than float32.
+BFLOAT16 = any(torch.cpu.get_capabilities().get(unit) for unit in ("amx_bf16", "avx512_bf16"))
 SEED = 20261120
 CONTEXT = 1024
 
@@ -89,4 +91,17 @@ REFINED = dataclasses.replace(
 )
 # Windows stay short, for each is followed by three times as many masks, and weights in float, for such a draft is int8.
 MASKED = dataclasses.replace(DRAFT, steps=900, long_share=0.0, decay=0.9, int4_share=0.0, seed=SEED + 2)
+# Rates are high, for most of a head is new; of its drafts each step is learnt from.
+HEAD = dataclasses.replace(
+    TARGET,
+    layers=1,
+    shallow=1,
+    steps=3000,
+    matrix_rate=0.04,
+    vector_rate=7e-3,
+    decay=0.9,
+    int4_share=0.15,
+    seed=SEED + 3,
+)
+TAPS = (2, 5, 8)  # of the target's streams: before its third and sixth layer, behind its last
 OWN_TOKENS = 600_000  # of the target's own text that the draft sees beside the corpus

@@ -9,6 +9,7 @@ program; the files named in ``held_out.txt`` are never trained on and give every
     python -m leadout.scripts.train_pair draft  --out models      40 minutes on two with AVX-512 bf16, 6 for its text
     python -m leadout.scripts.train_pair refine --out models      the same again, for what is left to gain
     python -m leadout.scripts.train_pair parallel --out models    a draft that says whole drafts in one step, as long
+    python -m leadout.scripts.train_pair head   --out models      one that reads its target's features, an hour
 
 Without bfloat16 instructions everything is computed in float32 and takes several times as long; matrices are then
 trained by Adam, too, for Muon computes in bfloat16.
@@ -23,56 +24,46 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import click
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch.nn import functional as F
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from ..export.eagle import FeatureHead
 from ..export.quantize import int4_to_rows, rows_to_int4
-from .pair_cards import AGAIN, COPIES, DISTILLED, PARALLEL, PRUNED, publish
+from . import pair_eagle, pair_parallel
+from .pair_cards import AGAIN, COPIES, DISTILLED, HEAD_CARD, PARALLEL, PRUNED, publish
 from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream
+from .pair_eagle import head_for, head_loss
 from .pair_edits import edited
-from .pair_parallel import acceptance_by_depth, mask_of, parallel_loss
-from .pair_recipes import BACK, CONTEXT, COPYING, DRAFT, MASKED, OWN_TOKENS, REFINED, SEED, TARGET, Recipe
+from .pair_parallel import mask_of, parallel_loss
+from .pair_recipes import (
+    BACK,
+    BFLOAT16,
+    CONTEXT,
+    COPYING,
+    DRAFT,
+    HEAD,
+    MASKED,
+    OWN_TOKENS,
+    REFINED,
+    SEED,
+    TAPS,
+    TARGET,
+    Recipe,
+)
+from .pair_text import edits, half_edits, held_out_rows, held_out_windows, own_text
 from .pruning import logits_of, pruned
 
-# Where the processor only emulates it, bfloat16 is slower than float32.
-BFLOAT16 = any(torch.cpu.get_capabilities().get(unit) for unit in ("amx_bf16", "avx512_bf16"))
 Loss = Callable[[torch.Tensor], torch.Tensor]
+Model = TypeVar("Model", LlamaForCausalLM, FeatureHead)
 
 
 # ---- training text ---------------------------------------------------------------------------------------------------
-def edits(corpus: Corpus, tokens: int) -> np.ndarray:
-    """So many tokens of edits of the corpus, int64 [tokens]."""
-    return token_stream(corpus.tokenizer, edited(corpus.texts, SEED))[:tokens]
-
-
-@torch.no_grad()
-def own_text(model: LlamaForCausalLM, stream: np.ndarray, tokens: int, length: int = CONTEXT // 4) -> np.ndarray:
-    """What ``model`` itself writes at temperature 1 after 32 tokens of ``stream``, int64 [N], N >= tokens.
-
-    A draft is asked for continuations of its target's text, not of the corpus (Zhou et al. 2310.08461: distil on the
-    policy that is met in use).
-    """
-    rng, rows, opening = np.random.default_rng(SEED), 256, 32
-    texts: list[torch.Tensor] = []
-    torch.manual_seed(SEED)
-    writer = cast(Any, deepcopy(model).to(torch.bfloat16) if BFLOAT16 else model)
-    while len(texts) * rows * length < tokens:
-        starts = rng.integers(0, len(stream) - opening, rows)
-        prompts = torch.from_numpy(np.stack([stream[s : s + opening] for s in starts]))
-        rest = GenerationConfig(
-            do_sample=True, top_k=0, min_new_tokens=length - opening, max_new_tokens=length - opening, pad_token_id=0
-        )
-        texts.append(writer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=rest))
-        click.echo(f"{len(texts) * rows * length:,} tokens of the target's own", err=True)
-    return cast(np.ndarray, torch.cat(texts).flatten().numpy())
-
-
 def batches(stream: np.ndarray, recipe: Recipe) -> Iterator[torch.Tensor]:
     """Windows [rows, length + 1] in a seeded order; of one length, none is seen twice before all were seen."""
     rng = np.random.default_rng(recipe.seed)
@@ -93,10 +84,11 @@ def schedule(step: int, recipe: Recipe) -> float:
     return warm * min(1.0, (recipe.steps - step) / (recipe.decay * recipe.steps))
 
 
-def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Recipe, folder: Path) -> None:
+def fit(model: LlamaForCausalLM | FeatureHead, stream: np.ndarray, loss_of: Loss, recipe: Recipe, folder: Path) -> None:
     """Muon on the matrices inside the blocks, Adam on the rest (on all, without bfloat16); the weights are written to
     ``folder`` as it goes."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2] if BFLOAT16 else []
+    blocks = model.inside if isinstance(model, FeatureHead) else model.model.layers
+    matrices = [p for p in blocks.parameters() if p.ndim == 2] if BFLOAT16 else []
     inside = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in inside]
     rates = {torch.optim.Adam(others, lr=0.0, betas=(0.9, 0.95), fused=True): recipe.vector_rate}
@@ -127,7 +119,7 @@ def fit(model: LlamaForCausalLM, stream: np.ndarray, loss_of: Loss, recipe: Reci
 
 
 @contextlib.contextmanager
-def int4_weights(model: LlamaForCausalLM) -> Iterator[None]:
+def int4_weights(model: torch.nn.Module) -> Iterator[None]:
     """The matrices as they are after int4 export. Gradients taken inside belong to the unrounded weights (straight
     through, Bengio et al. 1308.3432), which come back at the end."""
     linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
@@ -183,12 +175,6 @@ def distillation_loss(draft: Callable[..., Any], target: Callable[..., Any]) -> 
         return divergence(p, logits_of(draft, batch[:, :-1]).log_softmax(-1)).mean()
 
     return loss
-
-
-def held_out_rows(stream: np.ndarray) -> torch.Tensor:
-    """Consecutive windows of the whole context, [N, CONTEXT + 1]."""
-    starts = range(0, len(stream) - CONTEXT, CONTEXT)
-    return torch.from_numpy(np.stack([stream[s : s + CONTEXT + 1] for s in starts]))
 
 
 @torch.no_grad()
@@ -263,9 +249,17 @@ def shaped_as(model: LlamaForCausalLM, recipe: Recipe, steps: int) -> Recipe:
     return dataclasses.replace(recipe, layers=layers, shallow=layers, intermediate=units, steps=steps)
 
 
-def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
+def rounded(model: Model) -> Model:
     """The model as shipped: its weights rounded to bfloat16, computing in float32."""
-    return cast(LlamaForCausalLM, model.to(torch.bfloat16).float())
+    return cast(Model, model.to(torch.bfloat16).float())
+
+
+def by_place(sampled: Iterable[float], greedy: Iterable[float]) -> dict[str, str]:
+    """A model card's figures of whole drafts."""
+    return {
+        "mean_acceptance_by_place_at_temperature_1": ", ".join(f"{rate:.3f}" for rate in sampled),
+        "greedy_drafts_right_up_to_each_place": ", ".join(f"{share:.3f}" for share in greedy),
+    }
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -363,18 +357,32 @@ def parallel(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) 
     teacher, model = (LlamaForCausalLM.from_pretrained(out / role, dtype=torch.float32) for role in ("target", "draft"))
     model.config.pard_token = mask = mask_of(corpus.tokenizer)
     recipe = shaped_as(model, MASKED, steps)
-    own = own_text(teacher.eval(), corpus.stream, own_tokens)
-    stream = np.concatenate([corpus.stream, own, edits(corpus, len(corpus.stream) // 2)])
+    stream = half_edits(teacher.eval(), corpus, own_tokens)
     loss = parallel_loss(model, teacher, mask, divergence, SEED, MAKERS[compiled])
     fit(model, stream, loss, recipe, out / name)
-    windows = corpus.held_stream[: len(corpus.held_stream) // 256 * 256].reshape(-1, 256)
-    sampled, greedy = acceptance_by_depth(rounded(model), teacher, mask, torch.from_numpy(windows))
-    figures = {
-        "mean_acceptance_by_place_at_temperature_1": ", ".join(f"{rate:.3f}" for rate in sampled),
-        "greedy_drafts_right_up_to_each_place": ", ".join(f"{share:.3f}" for share in greedy),
-        "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
-    }
-    publish(model, recipe, corpus, out / name, PARALLEL.format(mask=mask), **figures)
+    places = pair_parallel.acceptance_by_depth(rounded(model), teacher, mask, held_out_windows(corpus))
+    loss_in_nats = f"{held_out_loss(model, corpus.held_stream):.4f}"
+    how = PARALLEL.format(mask=mask)
+    publish(model, recipe, corpus, out / name, how, **by_place(*places), loss_in_nats_a_token=loss_in_nats)
+
+
+@main.command()
+@OUT
+@click.option("--steps", default=HEAD.steps, show_default=True)
+@click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
+@click.option("--name", default="head", show_default=True, help="Folder to write, below --out.")
+def head(out: Path, steps: int, own_tokens: int, name: str) -> None:
+    """A draft of one layer that reads the features of the target in --out."""
+    corpus = read_corpus(out / "target" / "tokenizer.json")
+    teacher = LlamaForCausalLM.from_pretrained(out / "target", dtype=torch.float32).eval()
+    model, layer = head_for(teacher, TAPS, torch.from_numpy(corpus.stream[: CONTEXT + 1])[None])
+    recipe = dataclasses.replace(HEAD, steps=steps)
+    loss = head_loss(model, teacher, divergence, SEED)
+    fit(model, half_edits(teacher, corpus, own_tokens), loss, recipe, out / name)
+    with int4_weights(rounded(model)):
+        places = pair_eagle.acceptance_by_depth(model, teacher, held_out_windows(corpus))
+    how = HEAD_CARD.format(layer=layer, taps=", ".join(map(str, TAPS)))
+    publish(model, recipe, corpus, out / name, how, **by_place(*places))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import parallel_drafter, policy, steps
+from leadout.runtime import drafters, parallel_drafter, policy, steps
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import ModelDrafter
 from leadout.runtime.parallel_drafter import ParallelDrafter
@@ -185,18 +185,18 @@ CHECKS = [
     a_decoder_asks_it_so,
     a_step_gives_the_logits_after_the_last_of_each_row,
 ]
-OURS = parallel_drafter.ParallelDrafter
+OURS, AGAIN = parallel_drafter.ParallelDrafter, drafters.Rereader
 MUTANTS = [
     Mutant("nothing is read again", OURS, "_rest", "row.sequence.length - 1", "row.sequence.length"),
     Mutant("masks are text", OURS, "_ask", "+= len(text)", "+= len(text) + len(masks[b])"),
     Mutant("one mask too few", OURS, "_ask", "* (n - 1)", "* max(0, n - 2)"),
     Mutant("one mask too many", OURS, "_ask", "* (n - 1)", "* n"),
     Mutant("rows beside get no text", OURS, "_ask", "mine if n else others", "mine"),
-    Mutant("what was accepted is lacking", OURS, "observe", "= accepted", "= 0"),
-    Mutant("what was read is still its own", OURS, "_ask", "*= not text", "*= 1"),
-    Mutant("what it wrote is lag", OURS, "propose", "len(text) - own", "len(text)"),
-    Mutant("all counts as its own", OURS, "behind", "- self._own[b]", "- 9"),
-    Mutant("a row leaves it behind", OURS, "move", "self._own[source]", "0"),
+    Mutant("what was accepted is lacking", AGAIN, "observe", "start + accepted", "start"),
+    Mutant("what was read is still its own", AGAIN, "_lacks", "max(start, known)", "start"),
+    Mutant("what it wrote is lag", AGAIN, "_lacks", "max(0, stop - max(start, known))", "0"),
+    Mutant("all counts as its own", AGAIN, "_lacks", "length - known", "length - known - 9"),
+    Mutant("a row leaves it behind", AGAIN, "move", "self._wrote[source]", "(0, 0)"),
     Mutant("a step is one token's", OURS, "propose", "self.steps = max(lengths)", "self.steps = 1"),
     Mutant("nobody watches", OURS, "propose", "not watch.more(place)", "False"),
     Mutant("the first is watched", OURS, "propose", "if place and watch", "if watch"),

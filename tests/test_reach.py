@@ -231,7 +231,7 @@ MUTANTS = [
     Mutant("slots are places in the text", MODEL, "_begin", "row.sequence.length - begin", "row.sequence.length"),
     Mutant("what was fed ahead is kept whatever was said", MODEL, "keep", "length - self._begins[place]", "length"),
     Mutant("a turn reads all that is new", MODEL, "reset", "len(text) - held > self._reach", "False"),
-    Mutant("a turn begins where the text does", MODEL, "reset", "[begin if held else 0]", "[0]"),
+    Mutant("a turn begins where the text does", MODEL, "reset", "[begin if held else self.first]", "[self.first]"),
     Mutant("a fixed draft depends on a clock", policy.Pace, "reach", "if bills_of(policies)", "if True"),
     Mutant("the price does not matter", reading.Reading, "reach", "/ each if", "/ 0.01 if"),
     Mutant("ahead reads all", ahead.AheadDrafter, "reset", "rows, reach)", "rows)"),

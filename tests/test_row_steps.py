@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant("no room for drafts", steps.Stepper, "all_logits", "and past[0] + width <= self.engine.capacity", ""),
     Mutant("what was fed is fed again", drafters.ModelDrafter, "resume", "+= len(pending)", "+= 1"),
     Mutant(
-        "what it makes up for is not told", drafters.ModelDrafter, "resume", "self._begin([row], len(pending))", "pass"
+        "what it makes up for is not told", drafters.ModelDrafter, "resume", "self._begin([row], [pending])", "pass"
     ),
 ]
 

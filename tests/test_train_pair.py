@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from tokenizers import Tokenizer  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from leadout.scripts import pair_parallel, train_pair  # noqa: E402
+from leadout.export.eagle import FeatureHead, tapped  # noqa: E402
+from leadout.scripts import pair_eagle, pair_parallel, train_pair  # noqa: E402
 from leadout.scripts.pair_recipes import COPYING, Recipe  # noqa: E402
 
 RECIPE = Recipe(
@@ -103,3 +104,81 @@ def test_a_draft_learns_to_say_whole_drafts(
     train_pair.fit(draft, stream, loss, recipe, tmp_path)
     sampled, greedy = pair_parallel.acceptance_by_depth(draft, model, 511, rows)
     assert greedy[2] > 0.9 and sampled[2] > before[0][2] + 0.3
+
+
+def untrained_head(model: LlamaForCausalLM, taps: tuple[int, ...]) -> FeatureHead:
+    """One whose features matter."""
+    head, _ = pair_eagle.head_for(model, taps, torch.arange(60)[None])
+    with torch.no_grad():
+        head.midlayer.eh_proj.weight += 0.3 * torch.randn_like(head.midlayer.eh_proj.weight)
+    return head.eval()
+
+
+def test_a_head_begins_as_the_best_layer_alone(model: LlamaForCausalLM) -> None:
+    text = torch.arange(60)[None] * 7 % 300
+    for taps in ((2,), (1, 2)):
+        head, layer = pair_eagle.head_for(model, taps, text)
+        alone = pair_eagle.with_layers(model, [layer])
+        assert (head.fc is None) == (len(taps) == 1)
+        with torch.no_grad():
+            other = torch.randn(1, 60, 32)
+            assert torch.equal(head(text).logits, head(text, other).logits), "it reads no feature yet"
+            # Tokens are normed as they are read, which the layer alone does not do.
+            mixed = model.model.embed_tokens.weight
+            mixed.div_(mixed.square().mean(-1, keepdim=True).sqrt())
+            head, again = pair_eagle.head_for(model, taps, text)
+            assert again in (0, 1)
+            alone = pair_eagle.with_layers(model, [again])
+            assert torch.allclose(head(text).logits, alone(input_ids=text).logits, atol=1e-4)
+
+
+def test_drafts_see_in_training_what_a_drafter_shows_them(model: LlamaForCausalLM) -> None:
+    """Each step of each draft gives the law that it gives behind the text alone, as it is asked in use."""
+    head, text, anchors = untrained_head(model, (1, 2)), torch.arange(40)[None] * 7 % 300, torch.tensor([3, 9, 30])
+    with torch.no_grad():
+        _, streams = pair_eagle.read(model, text, (1, 2))
+        (places, own), *steps = pair_eagle.drafts(head, text, streams, anchors)
+        features = head.feature(streams)
+        alone = head(text[:, 1:], features[:, :-1]).logits.log_softmax(-1)
+        assert places.tolist() == list(range(1, 40)) and torch.allclose(own, alone, atol=1e-5)
+        for block, anchor in enumerate(anchors.tolist()):
+            tokens, read = text[:, 1 : anchor + 2], features[:, : anchor + 1]
+            for ahead, (at, log_q) in enumerate(steps, 1):
+                out = head(tokens, read)
+                tokens = torch.cat([tokens, text[:, anchor + 1 + ahead, None]], 1)
+                read = torch.cat([read, out.hidden_states[:, -1:]], 1)
+                assert at[block] == anchor + 1 + ahead
+                expected = head(tokens, read).logits[0, -1].log_softmax(-1)
+                assert torch.allclose(log_q[0, block], expected, atol=1e-5)
+
+
+def test_what_is_learnt_from_is_the_target_s_law_at_the_next_token(model: LlamaForCausalLM) -> None:
+    """p at a place is the law of the token behind that place, which is what log q there is of."""
+    text = torch.arange(40)[None] * 7 % 300
+    p, streams = pair_eagle.read(model, text, (2,))
+    with torch.no_grad(), tapped(model, (2,)) as again:
+        assert torch.equal(p, model(input_ids=text).logits.softmax(-1))
+    assert torch.equal(streams[0], again[0])
+    seen = []
+
+    def divergence(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        seen.append((p, log_q))
+        return (p * log_q).sum(-1)
+
+    batch = torch.arange(41)[None] * 7 % 300
+    loss = pair_eagle.head_loss(untrained_head(model, (2,)), model, divergence, 0)(batch)
+    assert loss.requires_grad and len(seen) == pair_eagle.DEPTH
+    assert torch.equal(seen[0][0], p[:, 1:]) and all(p.shape == log_q.shape for p, log_q in seen)
+
+
+@pytest.mark.slow
+def test_a_head_learns_to_draft(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(train_pair, "BFLOAT16", False)
+    stream, recipe = np.tile(np.arange(100), 100), dataclasses.replace(RECIPE, steps=100, vector_rate=0.02)
+    train_pair.fit(model, stream, train_pair.next_token_loss(model), recipe, tmp_path)
+    rows = torch.from_numpy(stream[:512].reshape(4, 128))
+    head, _ = pair_eagle.head_for(model, (2,), rows)
+    before = pair_eagle.acceptance_by_depth(head, model, rows)
+    train_pair.fit(head, stream, pair_eagle.head_loss(head, model, train_pair.divergence, 0), recipe, tmp_path)
+    sampled, greedy = pair_eagle.acceptance_by_depth(head, model, rows)
+    assert greedy[-1] > 0.9 and sampled[-1] > before[0][-1] + 0.03

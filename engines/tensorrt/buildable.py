@@ -14,6 +14,11 @@ def require_buildable(entry: ModelEntry, precision: str) -> None:
             f"the {role} was imported ('{entry.dialect}'): engines are built from a checkpoint's own export:"
             " leadout export TARGET --draft DRAFT -o BUNDLE"
         )
+    if entry.features is not None:
+        raise ExportError(
+            f"the {role} gives features, which engines do not: a head that reads them runs on ONNX Runtime alone;"
+            " for TensorRT export the target with another draft"
+        )
     if entry.precision not in ("fp32", "int4", "fp16"):
         raise ExportError(
             f"the {role} is in {entry.precision}, which only ONNX Runtime reads; export the pair in fp32"

@@ -1,0 +1,152 @@
+"""How a head that drafts from its target's features (EAGLE, Li et al. 2401.15077) is built, and how it taps its target.
+
+The head is one Llama layer. For each token it reads, beside the token, a feature vector of the one before it: what the
+target's hidden streams said there or, of a token that it drafted itself, its own output. Token and feature meet in one
+of two ways: ``attention`` reads both side by side and adds what it says to the feature (EAGLE-3, 2503.01840), or a
+``projection`` mixes them into what an ordinary layer reads (EAGLE; the heads for multi-token prediction of DeepSeek-V3,
+2412.19437, section 2.2). Names of weights are those of published checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from ..errors import ExportError
+
+JOINS = ("attention", "projection")
+
+
+class SideBySide(nn.Module):  # type: ignore[misc]
+    """The layer of EAGLE-3. With ``norm_before_residual`` what attention says is added to the normed feature."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn, self.mlp = LlamaAttention(config, 0), LlamaMLP(config)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, rows, bias=config.attention_bias))
+        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, LlamaRMSNorm(size, config.rms_norm_eps))
+        self.normed = bool(getattr(config, "norm_before_residual", False))
+
+    def forward(self, embedded: Tensor, features: Tensor, places: Any, mask: Any, cache: Any) -> Tensor:
+        normed = self.hidden_norm(features)
+        read = torch.cat((self.input_layernorm(embedded), normed), -1)
+        out = (normed if self.normed else features) + self.self_attn(read, places, mask, cache)[0]
+        return out + self.mlp(self.post_attention_layernorm(out))
+
+
+class Mixed(LlamaDecoderLayer):  # type: ignore[misc]
+    """An ordinary layer behind ``eh_proj``, which mixes token and feature, each normed."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 0)
+        size = config.hidden_size
+        self.enorm, self.hnorm = (LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, embedded: Tensor, features: Tensor, places: Any, mask: Any, cache: Any) -> Tensor:
+        mixed = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(features)), -1))
+        out = mixed + self.self_attn(self.input_layernorm(mixed), places, mask, cache)[0]
+        return out + self.mlp(self.post_attention_layernorm(out))
+
+
+class FeatureHead(LlamaPreTrainedModel):  # type: ignore[misc]
+    """The draft. ``config`` is a Llama's of one layer and more: ``join`` (of JOINS), ``draft_vocab_size`` (how many
+    tokens it can say), ``taps`` (the layers of the target before which its stream is read, counted from 0; as many as
+    there are layers means behind the last) and ``target_hidden_size``. ``fc`` makes one feature of all streams; where
+    it is None, the only stream is the feature."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        size, read = config.hidden_size, len(config.taps) * config.target_hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.fc = nn.Linear(read, size, bias=False) if getattr(config, "fc", True) else None
+        self.midlayer = SideBySide(config) if config.join == "attention" else Mixed(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    @property
+    def inside(self) -> nn.ModuleList:
+        """All but its tables."""
+        return nn.ModuleList(filter(None, (self.fc, self.midlayer)))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def feature(self, streams: Sequence[Tensor]) -> Tensor:
+        """What the head reads [B, S, H] of the target's streams [B, S, target_hidden_size]."""
+        return streams[0] if self.fc is None else self.fc(torch.cat(tuple(streams), -1))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Of tokens [B, S] and the features [B, S, H] of those before them (default: 0) ``logits`` [B, S,
+        draft_vocab_size], and in ``hidden_states`` the features [B, S, H] of the tokens themselves, as this guesses
+        them."""
+        embedded = self.embed_tokens(input_ids)
+        given = torch.zeros_like(embedded) if features is None else features
+        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
+        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        # By place: the cache's name is about to change.
+        mask = create_causal_mask(self.config, embedded, attention_mask, cache, position_ids=places)
+        own = self.midlayer(embedded, given, self.rotary_emb(embedded, places), mask, cache)
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(own)), hidden_states=own, past_key_values=cache)
+
+
+def blocks(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers. Raises ExportError where they cannot be told."""
+    count = model.config.get_text_config().num_hidden_layers
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(found) != 1:
+        raise ExportError(f"{type(model).__name__}: which of its modules are its {count} layers cannot be told")
+    return found[0]
+
+
+@contextlib.contextmanager
+def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[list[Tensor]]:
+    """When a step of ``model`` has run inside, the list holds its streams [B, S, H] at ``taps``, in that order."""
+    layers, streams = blocks(model) if taps else (), [torch.empty(0)] * len(taps)
+
+    def keep(place: int) -> Any:
+        def hook(_module: nn.Module, _args: Any, out: Any) -> None:
+            streams[place] = out if isinstance(out, Tensor) else out[0]
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for place, tap in enumerate(taps):
+            stack.callback(layers[tap - 1].register_forward_hook(keep(place)).remove)
+        yield streams

@@ -1,0 +1,159 @@
+"""What a checkpoint of a head says (``eagle.FeatureHead``), in the forms that such heads are published in.
+
+EAGLE-3 as its authors and SpecForge write it (``LlamaForCausalLMEagle3``, or a Llama with ``draft_vocab_size``) and as
+the speculators library does (``speculators_model_type``); and Leadout's own, a Llama's config.json with ``join``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from ..engines.providers import first_line
+from ..errors import ExportError, shown
+from .checkpoint import Checkpoint, find_file
+from .eagle import JOINS, FeatureHead
+from .pairing import Ids, Vocabulary
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+_SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """``weights`` under FeatureHead's names; ``ids`` int64 [draft_vocab_size]: what its tokens are called."""
+
+    source: str
+    config: LlamaConfig
+    weights: Mapping[str, Tensor]
+    ids: Ids
+
+    def vocabulary(self, target: Vocabulary) -> Vocabulary:
+        """Its tokens, which are its target's."""
+        return dataclasses.replace(target, source=self.source, logits=self.config.draft_vocab_size)
+
+    def checkpoint(self, target: PreTrainedModel, max_context: int) -> Checkpoint:
+        """The head beside its target, whose tables it takes where it has none. Raises ExportError for weights that do
+        not fit."""
+        weights = dict(self.weights)
+        for name, table in (
+            ("embed_tokens.weight", target.get_input_embeddings().weight),
+            ("lm_head.weight", target.get_output_embeddings().weight),
+        ):
+            if name not in weights:
+                weights[name] = table.detach().clone()
+        model = FeatureHead(self.config)
+        for name, own in model.state_dict().items():
+            if name in weights and weights[name].shape != own.shape:
+                sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
+                raise ExportError(f"'{self.source}' cannot be exported: {name} is {sizes}")
+        report = model.load_state_dict(weights, strict=False)
+        if report.missing_keys:
+            raise ExportError(f"'{self.source}' cannot be exported: its files lack {report.missing_keys[0]}")
+        if report.unexpected_keys:
+            reason = f"{report.unexpected_keys[0]} is no part of a head that Leadout knows"
+            raise ExportError(f"'{self.source}' cannot be exported: {reason}")
+        size = self.config.draft_vocab_size
+        return Checkpoint(self.source, model.float().eval(), size, max_context, None, (), {})
+
+
+def read_head(source: str, target: Any) -> Head | None:
+    """The head at ``source``, a directory or hub id; None for another checkpoint. ``target``: its target's
+    configuration. Raises ExportError for a head of another target, or of a kind that is not known."""
+    path = find_file(source, "config.json")
+    if path is None:
+        return None
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # who reads it as a checkpoint says what is wrong
+    if not isinstance(raw, dict) or (found := _settings(source, raw)) is None:
+        return None
+    config = _checked(source, found, target.get_text_config())
+    weights = _weights(source)
+    offsets = weights.pop("d2t", None)
+    ids = np.arange(config.draft_vocab_size)
+    if offsets is not None:
+        ids = ids + offsets.numpy().astype(np.int64)
+    elif config.draft_vocab_size != config.vocab_size:
+        raise ExportError(f"'{source}': it says {config.draft_vocab_size} tokens, and no d2t which ones")
+    if (
+        ids.shape != (config.draft_vocab_size,)
+        or np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < ids.size
+    ):
+        raise ExportError(f"'{source}': d2t must name {config.draft_vocab_size} different tokens of the target")
+    return Head(source, config, weights, ids)
+
+
+def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of a head, in the words of FeatureHead's configuration; None if it is no head's."""
+    if (kind := raw.get("speculators_model_type")) is not None:
+        if kind != "eagle3" or not isinstance(layer := raw.get("transformer_layer_config"), dict):
+            raise ExportError(f"'{source}' is a speculator of kind {shown(kind)}; Leadout knows eagle3")
+        own = {
+            name: raw[name]
+            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size")
+            if name in raw
+        }
+        return {**layer, **own, "join": "attention", "taps": raw.get("eagle_aux_hidden_state_layer_ids")}
+    if "join" in raw:
+        return dict(raw)
+    names = raw.get("architectures") or [""]
+    if "Eagle3" in str(names[0]) or "draft_vocab_size" in raw:
+        # SpecForge counts the layers whose output is read, all others those that read it.
+        of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        return {**raw, "join": "attention", "taps": [tap + 1 for tap in of] if of else None}
+    return None
+
+
+def _checked(source: str, found: dict[str, Any], target: Any) -> LlamaConfig:
+    """The configuration, with what follows from ``target`` filled in. Raises ExportError."""
+    layers, size = target.num_hidden_layers, target.hidden_size
+    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
+    found = {name: value for name, value in found.items() if value is not None}
+    taps = found.setdefault("taps", [2, layers // 2, layers - 3])
+    found.setdefault("draft_vocab_size", found["vocab_size"])
+    fits = isinstance(taps, list) and all(isinstance(tap, int) and 1 <= tap <= layers for tap in taps)
+    if not fits or not taps:
+        raise ExportError(
+            f"'{source}': the layers it reads must be from 1 to {layers}, its target's, not {shown(taps)}"
+        )
+    if found["join"] not in JOINS:
+        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(found['join'])}")
+    if (kind := found.get("model_type", "llama")) != "llama":
+        raise ExportError(f"'{source}': a head whose layer is a {kind}'s cannot be exported, only a llama's")
+    if (count := found.get("num_hidden_layers", 1)) != 1:
+        raise ExportError(f"'{source}': a head of {count} layers cannot be exported, only of 1")
+    for name, theirs in (("vocab_size", target.vocab_size), ("target_hidden_size", size)):
+        if found[name] != theirs:
+            raise ExportError(f"'{source}' is no head of this target: {name} is {found[name]}, the target's {theirs}")
+    if not found.get("fc", True) and (len(taps) > 1 or found.get("hidden_size") != size):
+        raise ExportError(f"'{source}': without fc it must read one layer, and be {size} wide as its target is")
+    drop = ("architectures", "auto_map", "torch_dtype", "dtype", "model_type")
+    try:
+        return LlamaConfig(**{name: value for name, value in found.items() if name not in drop})
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise ExportError(f"config.json of '{source}' is wrong: {first_line(error.__cause__ or error)}") from None
+
+
+def _weights(source: str) -> dict[str, Tensor]:
+    """All tensors of a head's one file, under FeatureHead's names. Raises ExportError."""
+    name = next((name for name in FILES if find_file(source, name) is not None), None)
+    if name is None:
+        raise ExportError(f"'{source}' has no weights (one of: {', '.join(FILES)})")
+    path = find_file(source, name)
+    try:
+        safe = name.endswith("safetensors")
+        tensors = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and safetensors raise what they like
+        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+    named = {key.removeprefix("model.").replace("layers.0.", "midlayer."): value for key, value in tensors.items()}
+    return {key: value for key, value in named.items() if not key.endswith(_SAYS_NOTHING)}

@@ -1,0 +1,63 @@
+"""Decides what a head proposes that reads its target's features (EAGLE, Li et al. 2401.15077).
+
+Token t of a text is read beside what the target knew when it had read the token before it: so the head begins with a
+text's second token, and its slots hold a token less than the target's. Of a token that it drafted itself it knows no
+such feature but its own guess; once the token is text, it is read again beside the true one. q is what the head says,
+whatever that comes of: any rule is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import cast
+
+import numpy as np
+
+from ..engines.base import Engine, FeatureEngine, Features
+from .drafters import Rereader
+from .prefill import ALL
+from .sequence import Row
+from .steps import Stepper
+from .vocabulary import VocabularyMap
+
+
+class FeatureDrafter(Rereader):
+    """The head, beside ``target``, whose rows stand where its own do."""
+
+    first = 1
+
+    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap, target: Engine) -> None:
+        super().__init__(stepper, vocabulary)
+        self._target, self._head = cast(FeatureEngine, target), cast(FeatureEngine, stepper.engine)
+        self._places: Items[int] = ()  # the target's row of each row of a step, while prompts are read
+        stepper.read_beside(self._features)
+
+    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
+        true = self._valid[0] if len(self._valid) == 1 else 0
+        super().reset(rows, reach)
+        self._valid = [min(held, true) for held in self._valid]  # the slots behind were read beside guesses
+        self._base = [ALL] * len(rows)
+
+    def _take(self, prompts: Items[Items[int]], held: int) -> None:
+        self._places = list(dict.fromkeys(map(list(prompts).index, prompts)))
+        try:
+            super()._take(prompts, held)
+        finally:
+            self._places = ()
+
+    def _features(self, widths: Items[int], past: Items[int], width: int) -> Features:
+        """What a step is read beside, [B, width, D], whose row b brings ``widths[b]`` tokens on ``past[b]``."""
+        if len(widths) == 1:
+            return self._of(self._places[0] if self._places else 0, past[0], widths[0])[None]
+        features = np.zeros((len(widths), width, self._head.spec.features), np.float32)
+        for b, (count, start) in enumerate(zip(widths, past, strict=True)):
+            if count:
+                features[b, :count] = self._of(self._places[b] if self._places else b, start, count)
+        return features
+
+    def _of(self, place: int, start: int, count: int) -> Features:
+        """Of the tokens before those in ``count`` slots from ``start`` on: the target's of text, its own of a draft."""
+        if start >= self._base[place]:
+            return self._head.features(place, start - 1, start - 1 + count)
+        before = self._begins[place] + start - 1
+        return self._target.features(place, before, before + count)

@@ -1,0 +1,116 @@
+"""A toy target that gives features and a toy head that reads them: whatever is read beside the wrong token, of the
+wrong row, or from a slot that is stale, gives another law."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import numpy as np
+
+from leadout.engines.toy import ToyEngine
+
+ROWS = 251
+
+
+def chained(before: int, token: int) -> int:
+    """The digest of a text whose last token is ``token``, from that of the text before it: exact in float32."""
+    return zlib.crc32(np.array([before, token]).tobytes()) % (1 << 20)
+
+
+def digests(text: Any) -> list[int]:
+    found, last = [], 0
+    for token in text:
+        found.append(last := chained(last, int(token)))
+    return found
+
+
+class Laws:
+    """p: by the digest of the text. q: the same, and a share of a law by the digests of all tokens but the first."""
+
+    def __init__(self, vocab: int, share: float = 0.3, seed: int = 1, sharpness: float = 2.0) -> None:
+        weights = np.exp(sharpness * np.random.default_rng(seed).normal(size=(2, ROWS, vocab)))
+        self.tables, self.vocab, self.share = weights / weights.sum(-1, keepdims=True), vocab, share
+
+    def p(self, context: Any) -> np.ndarray:
+        return self.tables[0, digests(context)[-1] % ROWS]
+
+    def q(self, read: list[int]) -> np.ndarray:
+        """Of the digests of the tokens read, the last one's text at its end."""
+        other = zlib.crc32(np.array(read).tobytes()) % ROWS
+        return (1 - self.share) * self.tables[0, read[-1] % ROWS] + self.share * self.tables[1, other]
+
+    def q_of(self, context: Any) -> np.ndarray:
+        """What the head says that has read all of a text."""
+        return self.q(digests(context)[1:] or [0])
+
+    def target(self, context: int = 256) -> FeatureToy:
+        return FeatureToy(self, reads=False, max_context=context)
+
+    def head(self, context: int = 256) -> FeatureToy:
+        return FeatureToy(self, reads=True, max_context=context)
+
+
+class FeatureToy(ToyEngine):
+    """Its features of a token are the digest of the text up to it, and whether a head guessed that (1) or not (0)."""
+
+    def __init__(self, laws: Laws, *, reads: bool, max_context: int) -> None:
+        super().__init__(laws.p, laws.vocab, max_context=max_context)
+        self.laws = laws
+        self.spec = dataclasses.replace(self.spec, features=2, reads_features=reads, trees=not reads)
+        self.given = np.full((1, 0, 2), np.nan, np.float32)
+        self.guessed = np.full((1, 0), np.nan)  # beside what the slots of a head were read
+        self._beside: Any = None
+
+    def features(self, row: int, start: int, stop: int) -> np.ndarray:
+        found = self.given[row, start:stop]
+        assert found.shape[0] == stop - start and not np.isnan(found).any(), (
+            "features of slots that no step has written"
+        )
+        return found
+
+    def beside(self, features: np.ndarray) -> None:
+        self._beside = np.array(features, np.float32)
+
+    def forward(self, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+        rows, width = tokens.shape
+        read, self._beside = self._beside, None
+        assert (read is not None) == self.spec.reads_features, "a head is told anew before each of its steps"
+        for row, past in enumerate(past_lens.tolist()):
+            for column in range(width):
+                token, slot = int(tokens[row, column]), past + column
+                if read is not None:
+                    assert read.shape == (rows, width, 2)
+                    before, self.guessed[row, slot] = int(read[row, column, 0]), read[row, column, 1]
+                else:
+                    before = int(self.given[row, slot - 1, 0]) if slot else 0
+                self.given[row, slot] = chained(before, token), self.spec.reads_features
+        return super().forward(tokens, past_lens, logit_index)
+
+    def reserve(self, capacity: int) -> None:
+        super().reserve(capacity)
+        more = ((0, 0), (0, self.capacity - self.given.shape[1]))
+        self.given = np.pad(self.given, (*more, (0, 0)), constant_values=np.nan)
+        self.guessed = np.pad(self.guessed, more, constant_values=np.nan)
+
+    def reset(self, batch: int) -> None:
+        super().reset(batch)
+        self.given = np.full((batch, self.capacity, 2), np.nan, np.float32)
+        self.guessed = np.full((batch, self.capacity), np.nan)
+
+    def copy_row(self, source: int, destination: int) -> None:
+        super().copy_row(source, destination)
+        self.given[destination], self.guessed[destination] = self.given[source], self.guessed[source]
+
+    def compact(self, row: int, past_len: int, kept: Any) -> None:
+        super().compact(row, past_len, kept)
+        self.given[row, past_len : past_len + len(kept)] = self.given[row, [past_len + slot for slot in kept]]
+
+    def _logits(self, row: int, context: Any) -> np.ndarray:
+        if not self.spec.reads_features:
+            return super()._logits(row, context)
+        if (context < 0).any():
+            return super()._logits(row, context)
+        with np.errstate(divide="ignore"):
+            return np.log(self.laws.q([int(digest) for digest in self.given[row, : context.size, 0]]))

@@ -1,0 +1,290 @@
+"""Heads that read their target's features, from checkpoints in the forms there are to drafts and answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+import onnx_ir as ir
+import torch
+from safetensors.torch import load_file, save_file
+from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import leadout
+from leadout.bundle import MANIFEST, Bundle
+from leadout.errors import BundleError, ExportError, UsageError
+from leadout.export import parity
+from leadout.export.build import export_pair
+from leadout.export.eagle import FeatureHead, tapped
+from leadout.export.head_checkpoint import read_head
+from leadout.runtime.feature_drafter import FeatureDrafter
+from leadout.scripts.cli import main
+
+VOCAB, SIZE = 512, 64
+LAYER = {
+    "vocab_size": VOCAB,
+    "hidden_size": SIZE,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+EAGLE = LAYER | {"join": "attention", "draft_vocab_size": VOCAB, "target_hidden_size": SIZE, "taps": [1, 1, 2]}
+
+
+def weights(**settings: Any) -> dict[str, Any]:
+    torch.manual_seed(4)
+    return {name: value.contiguous() for name, value in FeatureHead(LlamaConfig(**settings)).state_dict().items()}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def eagle(folder: Path) -> Path:
+    """As SpecForge writes it: its taps are the layers whose output is read; no embedding; every second token."""
+    tensors = weights(**EAGLE | {"draft_vocab_size": 200})
+    del tensors["embed_tokens.weight"]
+    tensors |= {"d2t": torch.arange(200), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": 200}
+    return write(folder, LAYER | config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]}}, tensors)
+
+
+def speculators(folder: Path) -> Path:
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": LAYER | {"model_type": "llama"},
+        "draft_vocab_size": VOCAB,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 1, 2],
+    }
+    tensors = weights(**EAGLE | {"norm_before_residual": True})
+    return write(folder, config, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()})
+
+
+def ours(folder: Path) -> Path:
+    config = EAGLE | {"join": "projection", "taps": [2], "fc": False, "model_type": "llama"}
+    return write(folder, config, weights(**config))
+
+
+FORMS: list[Callable[[Path], Path]] = [eagle, speculators, ours]
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.__name__)
+def made(
+    request: pytest.FixtureRequest, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A head's checkpoint and the tiny target's bundle with it, in fp32."""
+    folder = tmp_path_factory.mktemp("head")
+    head = request.param(folder / "checkpoint")
+    return head, export_pair(tiny_pair[0], head, folder / "bundle", draft_precision="fp32")
+
+
+@torch.no_grad()
+def drafted(target: Any, head: FeatureHead, ids: np.ndarray, text: list[int], count: int) -> list[int]:
+    """What the head drafts greedily after ``text``, all of it read anew for each token."""
+    with tapped(target, head.config.taps) as streams:
+        target(input_ids=torch.tensor([text]), use_cache=False)
+    features, tokens = head.feature(streams)[:, :-1], text[1:]
+    for _ in range(count):
+        out = head(torch.tensor([tokens]), features)
+        tokens = [*tokens, int(ids[out.logits[0, -1].argmax()])]
+        features = torch.cat([features, out.hidden_states[:, -1:]], 1)
+    return tokens[len(text) - 1 :]
+
+
+def test_it_drafts_what_transformers_says(
+    made: tuple[Path, Path], tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, bundle = made
+    target = AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32, attn_implementation="eager").eval()
+    head = read_head(str(checkpoint), target.config)
+    assert head is not None
+    model = head.checkpoint(target, 128).model
+    model.set_attn_implementation("eager")
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = FeatureDrafter.propose
+
+    def watched(self: Any, rows: Any, lengths: Any, watch: Any = None) -> Any:
+        drafts = propose(self, rows, lengths, watch)
+        seen.extend((list(row.sequence.tokens), draft.tokens) for row, draft in zip(rows, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(FeatureDrafter, "propose", watched)
+    with leadout.load(bundle) as pair:
+        pair.generate(PROMPTS[0], max_new_tokens=12, draft="model", draft_length=3, ignore_eos=True)
+        pair.generate(PROMPTS, max_new_tokens=8, draft="model", draft_length=2, ignore_eos=True)
+    assert len(seen) > 8
+    for text, tokens in seen:
+        assert tokens == drafted(target, model, head.ids, text, len(tokens))
+
+
+def test_answers_are_the_target_s(made: tuple[Path, Path]) -> None:
+    answers_are_the_target_s(made[1])
+    with leadout.load(made[1]) as pair:
+        for rule in ("rejection", "block"):
+            result = pair.generate("def f", temperature=0.7, rule=rule, draft="model", draft_length=3, seed=1)
+            assert result.lossless and result.stats.drafted
+        with pytest.raises(UsageError, match="branches: a head that reads its target's features proposes no trees"):
+            pair.generate("def f", draft="model", branches=(2, 2))
+    with pytest.raises(UsageError, match="draft_ahead: a head that reads its target's features cannot"):
+        leadout.load(made[1], draft_ahead=True)
+
+
+def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
+    result = CliRunner().invoke(main, ["check", str(made[1])])
+    assert result.exit_code == 0, result.output
+    assert "draft gqa: golden logits" in result.output
+    models = Bundle.read(made[1]).manifest.models
+    assert [models[role].features for role in ("target", "draft")] == [SIZE, SIZE]
+    assert models["draft"].reads_features and not models["target"].reads_features
+    assert not {"tree", "tree_gqa"} & set(models["draft"].variants)
+
+
+def test_another_target_cannot_use_it(made: tuple[Path, Path], tiny_bundle: Path) -> None:
+    result = CliRunner().invoke(main, ["tune", str(tiny_bundle), "--draft", str(made[1]), "--no-save"])
+    trimmed = draft_of(made[1]).vocab_size != VOCAB
+    reason = (
+        "its draft has 200 tokens" if trimmed else "its draft is a head, which reads the features of its own target"
+    )
+    assert result.exit_code == 2 and reason in result.output
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp16"])
+def test_in_other_precisions(precision: str, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = ours(tmp_path / "head")
+    bundle = export_pair(tiny_pair[0], head, tmp_path / "bundle", precision=precision, draft_precision=precision)
+    answers_are_the_target_s(bundle)
+    with np.load(bundle / "draft" / "golden.npz") as golden:
+        assert golden["beside"].shape == (*golden["tokens"].shape, SIZE)
+
+
+def test_streams_become_features_unrounded(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = eagle(tmp_path / "head")
+    for precision, least in (("int8", 1), ("int4", 1), ("fp32", 9)):
+        bundle = export_pair(tiny_pair[0], head, tmp_path / precision, precision=precision)
+        graph = ir.load(bundle / "target" / "model.onnx")
+        given = {str(value.name): value for value in graph.graph.outputs}["features"].producer()
+        assert given is not None and given.op_type == "MatMul"
+        assert sum(node.op_type == "MatMul" for node in graph.graph) >= least
+
+
+def test_a_head_may_be_trimmed_like_any_draft(tiny_pair: tuple[Path, Path], tmp_path: Path, root: Path) -> None:
+    asked: dict[str, Any] = {"draft_vocabulary": 200, "calibration": [root / "bundle.py"]}
+    bundle = export_pair(tiny_pair[0], ours(tmp_path / "head"), tmp_path / "bundle", draft_precision="fp32", **asked)
+    assert draft_of(bundle).vocab_size == 200
+    answers_are_the_target_s(bundle)
+    with pytest.raises(UsageError, match=r"draft-vocabulary: .* says 200 tokens alone already"):
+        export_pair(tiny_pair[0], eagle(tmp_path / "eagle"), tmp_path / "other", **asked)
+    with pytest.raises(UsageError, match=r"mask-token: .* is a head, which says one token a step"):
+        export_pair(tiny_pair[0], tmp_path / "head", tmp_path / "other", mask_token=3)
+
+
+def test_what_the_target_gives_is_checked(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Features that are a layer off are found before anything is written."""
+    head = ours(tmp_path / "head")
+    measure = parity._features_apart
+    found: list[float] = []
+
+    def off(truth: Any, engine: Any) -> float:
+        found.append(measure(truth, engine))
+        return 0.9 if engine.spec.reads_features else found[-1]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ExportError, match="features differ from transformers'"):
+        patch.setattr(parity, "_features_apart", off)
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    assert found and max(found) < 1e-5 and not (tmp_path / "bundle").exists()
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "another target's": ({"vocab_size": 500}, "is no head of this target: vocab_size is 500, the target's 512"),
+    "of another width": ({"target_hidden_size": 32}, "target_hidden_size is 32, the target's 64"),
+    "reads too far": ({"taps": [3]}, "the layers it reads must be from 1 to 2, its target's, not [3]"),
+    "reads nothing": ({"taps": []}, "the layers it reads must be from 1 to 2"),
+    "joins otherwise": ({"join": "sum"}, "join must be one of attention, projection, not 'sum'"),
+    "has two layers": ({"num_hidden_layers": 2}, "a head of 2 layers cannot be exported, only of 1"),
+    "is no llama": ({"model_type": "qwen3"}, "a head whose layer is a qwen3's cannot be exported, only a llama's"),
+    "reads two without fc": ({"taps": [1, 2]}, "without fc it must read one layer, and be 64 wide"),
+    "says others": ({"draft_vocab_size": 100}, "it says 100 tokens, and no d2t which ones"),
+    "is wider": ({"intermediate_size": 80}, "midlayer.mlp.gate_proj.weight is [96, 64], by config.json [80, 64]"),
+    "has fc": ({"fc": True}, "its files lack fc.weight"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_head_that_does_not_fit_is_refused(name: str, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    change, message = CHANGES[name]
+    head = ours(tmp_path / "head")
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ExportError, match=re.escape(message)):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_files_that_are_no_head_s_are_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = ours(tmp_path / "head")
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors | {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, head / "model.safetensors")
+    with pytest.raises(ExportError, match=r"q_norm.weight is no part of a head that Leadout knows"):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    (head / "model.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ExportError, match="cannot be loaded"):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    (head / "model.safetensors").unlink()
+    with pytest.raises(ExportError, match="has no weights"):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    (head / "config.json").write_text(json.dumps({"speculators_model_type": "mlp"}))
+    with pytest.raises(ExportError, match="is a speculator of kind 'mlp'; Leadout knows eagle3"):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    torn = eagle(tmp_path / "eagle")
+    tensors = load_file(torn / "model.safetensors")
+    save_file(tensors | {"d2t": torch.arange(200) * 3}, torn / "model.safetensors")
+    with pytest.raises(ExportError, match="d2t must name 200 different tokens of the target"):
+        export_pair(tiny_pair[0], torn, tmp_path / "bundle")
+
+
+def test_weights_in_pytorch_s_own_format(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    head = eagle(tmp_path / "head")
+    torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
+    (head / "model.safetensors").unlink()
+    answers_are_the_target_s(export_pair(tiny_pair[0], head, tmp_path / "bundle", draft_precision="fp32"))
+
+
+@pytest.mark.parametrize(
+    "role, change, message",
+    [
+        ("draft", {"features": 32}, "draft: reads 32 features a token, the target gives 64"),
+        ("draft", {"features": None}, "draft: reads None features a token, the target gives 64"),
+        ("target", {"features": None}, "draft: reads 64 features a token, the target gives none"),
+        ("target", {"reads_features": True}, "target: reads 64 features a token"),
+        ("target", {"features": 0}, "features must be from 1"),
+    ],
+)
+def test_a_manifest_whose_features_do_not_match(
+    role: str, change: dict[str, Any], message: str, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = shutil.copytree(made[1], tmp_path / "bundle")
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    manifest["models"][role] |= change
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=re.escape(message)):
+        Bundle.read(bundle)

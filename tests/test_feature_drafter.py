@@ -1,0 +1,272 @@
+"""A head that reads its target's features: it says what it would say beside the true ones, sampled the law stays the
+target's, and what it has read and what it lacks is counted as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support_features import Laws, digests
+from support_runtime import (
+    Branches,
+    FixedCosts,
+    ScriptedNoise,
+    collect,
+    distance,
+    draw_with_coins,
+    law,
+    rounded,
+    target_law,
+)
+from test_mutants import Mutant, must_die
+
+from leadout.engines.toy import ToyEngine
+from leadout.errors import UsageError
+from leadout.runtime import decoder as decoder_module
+from leadout.runtime import drafters, feature_drafter, steps
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import ModelDrafter
+from leadout.runtime.feature_drafter import FeatureDrafter
+from leadout.runtime.settings import Settings
+from leadout.runtime.siblings import Sample
+from leadout.runtime.vocabulary import VocabularyMap
+
+VOCAB = 13
+LONG = [(3 * i * i + i) % VOCAB for i in range(40)]
+LAWS = Laws(VOCAB)
+MODEL = Settings(draft="model", max_new_tokens=99)
+
+
+def pair(*, context=256):
+    return LAWS.target(), LAWS.head(context)
+
+
+def plain_pair(*, context=256):
+    """The same without features: the draft knows by itself what the head is told."""
+    return ToyEngine(LAWS.p, VOCAB), ToyEngine(LAWS.q_of, VOCAB, max_context=context)
+
+
+def drafting(*prompts, engines=pair, reach=None):
+    """A decoder whose models have read the prompts, and its rows."""
+    made = Decoder(*engines(), costs=FixedCosts())
+    rows = [made._admit(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
+    made._target.reset(len(rows))
+    made._read(rows)
+    made._model.reset(rows, *([] if reach is None else [reach]))
+    made._model.prefill(rows)
+    return made, rows
+
+
+def said(made, rows, lengths):
+    return [draft.tokens for draft in made._model.propose(rows, lengths)]
+
+
+def commit(made, rows, drafts, accepted, more):
+    """A round that kept so many of each row's draft, and got ``more``."""
+    pieces = [[row.sequence.tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
+    made._target.all_logits(pieces, [row.sequence.cached for row in rows])
+    for place, (row, draft, kept, token) in enumerate(zip(rows, drafts, accepted, more, strict=True)):
+        row.sequence.tokens += [*draft[:kept], token]
+        if draft:
+            made._model.observe(place, kept)
+
+
+def it_says_what_it_would_say_beside_the_true_features(*_):
+    for lengths in ([5, 5, 5], [1, 6, 3], [4, 0, 2], [0, 0, 3], [1, 1, 1]):
+        for prompts in ((LONG, LONG[:7], LONG[3:20]), (LONG, LONG, LONG[3:10]), (LONG[:5], LONG, LONG)):
+            (one, rows), (other, again) = drafting(*prompts), drafting(*prompts, engines=plain_pair)
+            assert isinstance(one._model, FeatureDrafter) and type(other._model) is ModelDrafter
+            for accepted in (2, 0, 9):
+                drafts = said(one, rows, lengths)
+                assert drafts == said(other, again, lengths) and list(map(len, drafts)) == lengths
+                kept = [min(accepted, len(draft)) for draft in drafts]
+                for made, its in ((one, rows), (other, again)):
+                    commit(made, its, drafts, kept, [(5 * accepted + place) % VOCAB for place in range(3)])
+
+
+def text_is_read_beside_the_target_s(*_):
+    made, (row,) = drafting(LONG)
+    head = made._model._stepper.engine
+    for length, accepted in ((4, 4), (3, 0), (6, 2), (1, 1), (5, 3)):
+        (draft,) = said(made, [row], [length])
+        text = row.sequence.length - 1  # slots
+        assert not head.guessed[0, :text].any(), "of what is text no feature is a guess"
+        assert head.guessed[0, text : text + length - 1].all(), "of what is drafted each is"
+        commit(made, [row], [draft], [accepted], [1])
+
+
+def a_step_a_token_and_what_is_unread_with_the_first(*_):
+    made, (row,) = drafting(LONG)
+    calls = made._model._stepper.engine.calls
+    for length, accepted, width in ((4, 4, 1), (3, 0, 5), (6, 2, 1), (1, 0, 3)):
+        calls.clear()
+        (draft,) = said(made, [row], [length])
+        assert calls == [(1, width)] + [(1, 1)] * (length - 1)
+        assert made._model.steps == length and made._model.lag == 1
+        commit(made, [row], [draft], [accepted], [1])
+
+
+def what_it_wrote_itself_it_does_not_lack(*_):
+    made, (row,) = drafting(LONG)
+    model = made._model
+    assert model.behind([row]) == 1
+    (draft,) = said(made, [row], [5])
+    commit(made, [row], [draft], [4], [2])
+    assert model.behind([row]) == 1, "the four it drafted are read again with the next step"
+    commit(made, [row], [[]], [0], [3])
+    commit(made, [row], [[]], [0], [1])
+    assert model.behind([row]) == 3, "these it was not asked for"
+    said(made, [row], [2])
+    assert model.lag == 3
+
+
+def rows_that_leave_take_that_along(*_):
+    made, rows = drafting(LONG, LONG[:9])
+    drafts = said(made, rows, [2, 5])
+    commit(made, rows, drafts, [0, 4], [7, 7])
+    made._target.engine.copy_row(1, 0)
+    made._model.move(1, 0)
+    assert made._model.behind([rows[1]]) == 1
+    alone, (row,) = drafting(LONG[:9])
+    drafts = said(alone, [row], [5])
+    commit(alone, [row], drafts, [4], [7])
+    assert said(made, [rows[1]], [4]) == said(alone, [row], [4])
+
+
+def what_the_cache_holds_is_beside_the_true_ones(*_):
+    """The next prompt begins as the last text did: what was drafted there is read again."""
+    written = collect(Decoder(*pair()).decode([(LONG, Settings(max_new_tokens=50, draft="none"))]), 1)[0][0]
+    for count in range(22, 30):
+        made = Decoder(*pair(), costs=FixedCosts())
+        (found,), _ = collect(made.decode([(LONG, Settings(max_new_tokens=count, draft="model", draft_length=4))]), 1)
+        head = made._model._stepper.engine
+        head.calls.clear()
+        text = LONG + found
+        (more,), _ = collect(made.decode([(text, Settings(max_new_tokens=20, draft="model", draft_length=4))]), 1)
+        assert sum(width for _, width in head.calls) < len(text), "not read anew"
+        assert not head.guessed[0, : len(text) - 1].any()
+        assert found + more == written[: count + 20]
+
+
+def texts_are_the_target_s(*_):
+    for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        for context, length in ((256, "auto"), (256, 5), (256, 1), (30, 4), (5, 6), (2, 1)):
+            for prompts in ([LONG], [[4]], [LONG[:4], LONG, LONG[5:16]], [LONG, [1], LONG]):
+                alone = Settings(max_new_tokens=60, draft="none", **how)
+                drafted = Settings(max_new_tokens=60, draft="model", draft_length=length, **how)
+                made = Decoder(*pair(context=context), costs=FixedCosts())
+                texts, last = collect(made.decode([(p, drafted) for p in prompts]), len(prompts))
+                plain = Decoder(LAWS.target(), None)
+                assert texts == collect(plain.decode([(p, alone) for p in prompts]), len(prompts))[0]
+                drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
+                assert length == "auto" or min(drafts) > 0.8 * min(length, context + 1 - context // 2), "to the end"
+
+
+def of_long_texts_it_reads_the_end(*_):
+    made, (row,) = drafting(LONG, reach=6)
+    head = made._model._stepper.engine
+    assert sum(width for _, width in head.calls) == 6
+    said(made, [row], [3])
+    assert not head.guessed[0, :7].any() and head.guessed[0, 7]
+    assert made._model._begins == [begin := len(LONG) - 1 - 6]
+    assert head.given[0, :7, 0].tolist() == digests(LONG)[begin:]
+
+
+CHECKS = [
+    it_says_what_it_would_say_beside_the_true_features,
+    text_is_read_beside_the_target_s,
+    a_step_a_token_and_what_is_unread_with_the_first,
+    what_it_wrote_itself_it_does_not_lack,
+    rows_that_leave_take_that_along,
+    what_the_cache_holds_is_beside_the_true_ones,
+    texts_are_the_target_s,
+    of_long_texts_it_reads_the_end,
+]
+OURS, AGAIN = feature_drafter.FeatureDrafter, drafters.Rereader
+MUTANTS = [
+    Mutant("a feature of the token itself", OURS, "_of", "[place] + start - 1", "[place] + start"),
+    Mutant("features of another place", OURS, "_of", "self._begins[place] + start - 1", "start"),
+    Mutant("its own of text too", OURS, "_of", "start >= self._base[place]", "start"),
+    Mutant("a guess one token old", OURS, "_of", "start - 1, start - 1 + count", "start - 2, start - 2 + count"),
+    Mutant("the first row's for all", OURS, "_features", "self._places[b] if self._places else b, start", "0, start"),
+    Mutant("prompts in another order", OURS, "_take", "map(list(prompts).index, prompts)", "range(len(prompts))"),
+    Mutant("what was guessed is held", OURS, "reset", "min(held, true)", "held"),
+    Mutant("prompts are drafts", OURS, "reset", "[ALL] * len(rows)", "[0] * len(rows)"),
+    Mutant("drafted slots are valid", AGAIN, "observe", "observe(place, 0, path)", "observe(place, accepted, path)"),
+    Mutant("what was accepted is lacking", AGAIN, "observe", "start + accepted", "start"),
+    Mutant("a row leaves it behind", AGAIN, "move", "self._wrote[source]", "(0, 0)"),
+    Mutant(
+        "wide steps are told nothing", steps.Stepper, "_checked", "len(piece) for piece in pieces", "0 for _ in pieces"
+    ),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_healthy_code_passes(check):
+    check()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
+def test_mutant_is_killed(mutant, monkeypatch):
+    must_die(mutant, CHECKS, monkeypatch)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, "auto"])
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_is_the_target_s(rule, length, monkeypatch):
+    laws, prompt = Laws(3, share=0.6, sharpness=1.0), [1, 2]
+    options = Settings(
+        max_new_tokens=3, ignore_eos=True, temperature=0.5, rule=rule, draft="model", draft_length=length
+    )
+
+    def run(branches: Branches) -> tuple[int, ...]:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
+            draw_with_coins(patch)
+            events = list(Decoder(laws.target(), laws.head()).decode([(prompt, options)]))
+            return tuple(token for event in events for token, _ in event.tokens)
+
+    found = law(run)
+    assert distance(found, target_law(rounded(laws.p, prompt, power=2.0), 3, 3)) < 1e-12
+    assert np.isclose(sum(found.values()), 1.0)
+
+
+@pytest.mark.parametrize("draft", ["auto", "suffix", "none"])
+def test_whoever_drafts_beside_it_the_text_is_the_target_s(draft):
+    """Rounds of others leave tokens to be read later, beside features that were kept."""
+    repeating = LONG[:6] * 6
+    made = Decoder(*pair(), costs=FixedCosts())
+    plain = Decoder(LAWS.target(), None)
+    for prompt in (repeating, LONG, repeating):
+        texts, _ = collect(made.decode([(prompt, Settings(max_new_tokens=80, draft=draft))]), 1)
+        assert texts == collect(plain.decode([(prompt, Settings(max_new_tokens=80, draft="none"))]), 1)[0]
+
+
+def test_siblings_read_one_prompt():
+    made = Decoder(*pair(), costs=FixedCosts())
+    settings = Settings(max_new_tokens=20, draft="model", draft_length=3, temperature=1.0, seed=5)
+    requests = [(LONG, settings)] * 4
+    texts, _ = collect(made.decode(requests, siblings=[Sample(number, 0) for number in range(4)]), 4)
+    assert made._model._stepper.engine.calls[0] == (1, len(LONG) - 2), "all but the first token and the last, once"
+    assert len({tuple(text) for text in texts}) > 1
+
+
+def test_a_trimmed_head_says_its_drafts_in_the_target_s_ids():
+    keep = np.array([1, 2, 4, 5, 7, 8, 10, 12])
+    target, head = pair()
+    q = LAWS.q
+    head.laws = type("Trimmed", (), {"q": staticmethod(lambda read: q(read)[keep] / q(read)[keep].sum())})
+    head.spec = type(head.spec)(vocab_size=keep.size, max_context=256, features=2, reads_features=True)
+    made = Decoder(target, head, vocabulary=VocabularyMap(keep, VOCAB, np.arange(VOCAB)), costs=FixedCosts())
+    texts, last = collect(made.decode([(LONG, Settings(max_new_tokens=60, draft="model", draft_length=4))]), 1)
+    plain = Decoder(LAWS.target(), None)
+    assert texts == collect(plain.decode([(LONG, Settings(max_new_tokens=60, draft="none"))]), 1)[0]
+    assert last[0].stats.accepted > last[0].stats.rounds / 2
+
+
+def test_it_proposes_no_trees_and_does_not_draft_ahead():
+    with pytest.raises(UsageError, match="draft_ahead: a head that reads its target's features cannot"):
+        Decoder(*pair(), draft_ahead=True)
+    made = Decoder(*pair(), draft_ahead="auto")
+    assert made.ahead is None and not made.branches
+    with pytest.raises(UsageError, match="branches: a head that reads its target's features proposes no trees"):
+        made.decode([(LONG, Settings(branches=(2, 2), draft="model", rule="greedy"))])
