@@ -17,8 +17,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from ..export.eagle import FeatureHead, tapped
 from .pruning import best_layers, with_layers
 
-DEPTH = 6  # tokens of a draft
-SHARE = 3  # one draft for so many tokens of text
+DEPTH = 4  # tokens of a draft; taught so, a head's fifth and sixth are accepted as often as its first
+SHARE = 4  # one draft for so many tokens of text
 FADE = 0.85  # what a token counts for beside the one before it: it matters where that was accepted
 OF_TARGET = (
     "vocab_size",

@@ -96,7 +96,7 @@ HEAD = dataclasses.replace(
     TARGET,
     layers=1,
     shallow=1,
-    steps=3000,
+    steps=3700,
     matrix_rate=0.04,
     vector_rate=7e-3,
     decay=0.9,

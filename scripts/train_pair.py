@@ -9,7 +9,7 @@ program; the files named in ``held_out.txt`` are never trained on and give every
     python -m leadout.scripts.train_pair draft  --out models      40 minutes on two with AVX-512 bf16, 6 for its text
     python -m leadout.scripts.train_pair refine --out models      the same again, for what is left to gain
     python -m leadout.scripts.train_pair parallel --out models    a draft that says whole drafts in one step, as long
-    python -m leadout.scripts.train_pair head   --out models      one that reads its target's features, an hour
+    python -m leadout.scripts.train_pair head   --out models      one that reads its target's features, 75 minutes
 
 Without bfloat16 instructions everything is computed in float32 and takes several times as long; matrices are then
 trained by Adam, too, for Muon computes in bfloat16.

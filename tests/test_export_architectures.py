@@ -24,6 +24,7 @@ from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
+from leadout.export.eagle import FeatureHead  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
 from leadout.export.parity import check_graph  # noqa: E402
 from leadout.export.smooth import Rounding, observe, smooth  # noqa: E402
@@ -159,6 +160,22 @@ def test_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
     assert smooth(scaled, loud, Rounding(None, 1, 1 << 20)) == SCALED[name]
     ir.save(scaled, packed.graph.with_name("smooth.onnx"), external_data="smooth.data")
     assert check_graph(packed.entry, packed.truth, packed.graph.with_name("smooth.onnx"), "smooth", silent) <= 1e-4
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CONFIGS])
+def test_a_head_reads_what_its_layers_say(name: str, tmp_path: Path) -> None:
+    """The parity of features is among what is checked."""
+    torch.manual_seed(1)
+    its = {"join": "attention", "taps": [1, 2], "target_hidden_size": 64, "draft_vocab_size": 256}
+    head = FeatureHead(transformers.LlamaConfig(**GROUPED | {"num_hidden_layers": 1} | its)).eval()
+    checkpoint, told = tiny(name), list[str]()
+    truth = compute_truth(checkpoint, head)
+    assert truth.features is not None and truth.features.std() > 0.01
+    captured = capture_to(tmp_path / "target", checkpoint, truth, told.append, reader=head)
+    assert simplify_and_pack(captured, told.append).entry.features == 64
+    off = dataclasses.replace(captured, truth=dataclasses.replace(truth, features=truth.features[:, ::-1]))
+    with pytest.raises(ExportError, match="features differ from transformers'"):
+        off.checked("pack", tmp_path / "target" / "pack.onnx", silent)
 
 
 def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_path: Path) -> None:

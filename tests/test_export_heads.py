@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -23,6 +24,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import leadout
 from leadout.bundle import MANIFEST, Bundle
+from leadout.engines.memory import bucket
+from leadout.engines.plan import Load, plan
+from leadout.engines.tensorrt.buildable import require_buildable
 from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export import parity
 from leadout.export.build import export_pair
@@ -157,6 +161,16 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert [models[role].features for role in ("target", "draft")] == [SIZE, SIZE]
     assert models["draft"].reads_features and not models["target"].reads_features
     assert not {"tree", "tree_gqa"} & set(models["draft"].variants)
+
+
+def test_its_features_are_planned_for_and_no_engine_s(made: tuple[Path, Path]) -> None:
+    for role in ("target", "draft"):
+        entry = Bundle.read(made[1]).manifest.models[role]
+        load = Load(provider="cpu", batch=3, draft_length=4, context=100)
+        without = plan(dataclasses.replace(entry, features=None), load)
+        assert plan(entry, load).cache - without.cache == 3 * 4 * SIZE * bucket(104, "grouped")
+    with pytest.raises(ExportError, match="the target gives features, which engines do not"):
+        require_buildable(Bundle.read(made[1]).manifest.models["target"], "fp16")
 
 
 def test_another_target_cannot_use_it(made: tuple[Path, Path], tiny_bundle: Path) -> None:
