@@ -4,12 +4,13 @@ are bound by address)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bundle import ModelEntry
 from ..errors import EngineError
 from .base import ONE_ROW
 from .tensorrt.cuda import Cuda
@@ -123,3 +124,20 @@ class CudaBuffer:
 
     def close(self) -> None:
         self._cuda.free(self.pointer)
+
+
+def fresh_cache(
+    entry: ModelEntry, session: Any, shape: tuple[int, int], zeros: Callable[[tuple[int, ...], np.dtype[Any]], Buffer]
+) -> list[Buffer]:
+    """Buffers of ``shape`` (rows, slots) as ``session`` declares them, made by ``zeros``: a key's and a value's for
+    each layer; last, if there are any, the host's for features, as wide as a cache of one head."""
+    rows, slots = shape
+    types = {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
+    cache = [
+        zeros((rows, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
+        for i, layer in enumerate(entry.cache)
+        for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
+    ]
+    if entry.features is not None:
+        cache.append(HostBuffer((rows, 1, slots, entry.features), cache_dtype(types["features"])))
+    return cache

@@ -13,7 +13,7 @@ from ..errors import EngineError, UsageError
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, cache_dtype
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache
 from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
 from .pages import Pages
 from .providers import first_line, open_session
@@ -297,16 +297,9 @@ class SlotEngine:
         self._release()
         self._variant = variant
         self.even = True
-        types = {value.name: value.type for value in self._session.get_inputs()}
         self._batch, self._capacity = batch, bucket(1, variant)
-        slots = buffer_slots(self._capacity, variant)
-        self._cache = [
-            self._zeros((batch, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
-            for i, layer in enumerate(self._model.entry.cache)
-            for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
-        ]
-        if self._spec.features:  # last, as wide as a cache of one head
-            self._cache.append(HostBuffer((batch, 1, slots, self._spec.features), self._feature_type()))
+        shape = batch, buffer_slots(self._capacity, variant)
+        self._cache = fresh_cache(self._model.entry, self._session, shape, self._zeros)
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
@@ -370,9 +363,6 @@ class SlotEngine:
         """The features of all slots, [batch, slots, features]."""
         last = self._cache[-1] if self._spec.features else None
         return last.array[:, 0] if isinstance(last, HostBuffer) else None
-
-    def _feature_type(self) -> np.dtype[Any]:
-        return cache_dtype(next(value.type for value in self._session.get_outputs() if value.name == "features"))
 
     def _name_graph(self, step: Step, width: int) -> None:
         """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,

@@ -15,11 +15,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..export.eagle import FeatureHead, tapped
+from .pair_depth import FADE, ByDepth, Divergence, accepted_by_depth, some_anchors
 from .pruning import best_layers, with_layers
 
 DEPTH = 4  # tokens of a draft; taught so, a head's fifth and sixth are accepted as often as its first
 SHARE = 4  # one draft for so many tokens of text
-FADE = 0.85  # what a token counts for beside the one before it: it matters where that was accepted
 OF_TARGET = (
     "vocab_size",
     "hidden_size",
@@ -34,7 +34,6 @@ OF_TARGET = (
     "eos_token_id",
 )
 
-Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of laws p and log q [..., V], of each position
 Step = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -73,11 +72,6 @@ def head_for(target: LlamaForCausalLM, taps: Sequence[int], text: torch.Tensor) 
     mixed.hnorm.weight.fill_(loudness)
     mixed.eh_proj.weight.zero_()[:, :size] += torch.eye(size)
     return head, best
-
-
-def some_anchors(rng: np.random.Generator, length: int) -> torch.Tensor:
-    """Places of a text of ``length`` tokens behind which a whole draft is still text, int64 [A]."""
-    return torch.from_numpy(np.sort(rng.choice(length - DEPTH, length // SHARE, replace=False)))
 
 
 def read(target: LlamaForCausalLM, text: torch.Tensor, taps: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -131,7 +125,7 @@ def head_loss(
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         text = batch[:, :-1]
-        anchors = some_anchors(rng, text.shape[1])
+        anchors = some_anchors(rng, text.shape[1], DEPTH, SHARE)
         p, streams = read(target, text, head.config.taps)
         means = (divergence(p[:, at], log_q).mean() for at, log_q in drafts(head, text, streams, anchors))
         return cast(torch.Tensor, sum(FADE**depth * mean for depth, mean in enumerate(means)))
@@ -139,20 +133,16 @@ def head_loss(
     return loss
 
 
-def acceptance_by_depth(
-    head: FeatureHead, target: LlamaForCausalLM, texts: torch.Tensor, seed: int = 0
-) -> tuple[list[float], list[float]]:
-    """On ``texts`` int64 [N, L], two lists of DEPTH: the mean of 1 - TV at each place of a draft, and the share of
-    greedy drafts that are right up to there."""
+@torch.no_grad()
+def acceptance_by_depth(head: FeatureHead, target: LlamaForCausalLM, rows: torch.Tensor, seed: int = 0) -> ByDepth:
+    """``accepted_by_depth`` of drafts in texts ``rows`` int64 [N, L]."""
     rng = np.random.default_rng(seed)
-    sampled, greedy = [], []
-    for text in texts:
-        anchors = some_anchors(rng, len(text))
-        with torch.no_grad():
-            p, streams = read(target, text[None], head.config.taps)
-            (_, first), *rest = drafts(head, text[None], streams, anchors)
+
+    def laws(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors = some_anchors(rng, len(row), DEPTH, SHARE)
+        p, streams = read(target, row[None], head.config.taps)
+        (_, first), *rest = drafts(head, row[None], streams, anchors)
         q = torch.stack([first[0, anchors], *(log_q[0] for _, log_q in rest)], 1).exp()
-        p = p[0, anchors[:, None] + 1 + torch.arange(DEPTH)]
-        sampled.append(torch.minimum(p, q).sum(-1).mean(0))
-        greedy.append((p.argmax(-1) == q.argmax(-1)).cumprod(1).float().mean(0))
-    return torch.stack(sampled).mean(0).tolist(), torch.stack(greedy).mean(0).tolist()
+        return p[0, anchors[:, None] + 1 + torch.arange(DEPTH)], q
+
+    return accepted_by_depth(map(laws, rows))

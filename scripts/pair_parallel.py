@@ -16,13 +16,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
+from .pair_depth import FADE, ByDepth, Divergence, accepted_by_depth, some_anchors
 from .pruning import logits_of
 
 DEPTH = 8  # tokens of a draft, that which needs no mask counted in
 SHARE = 4  # one anchor for so many tokens of text
-FADE = 0.85  # what a token counts for beside the one before it: it matters where that was accepted
-
-Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of laws p and log q [..., V], of each position
 
 
 def mask_of(tokenizer: Tokenizer) -> int:
@@ -53,11 +51,6 @@ def with_masks(text: torch.Tensor, anchors: torch.Tensor, mask: int) -> dict[str
     }
 
 
-def some_anchors(rng: np.random.Generator, length: int) -> torch.Tensor:
-    """Places of a text of ``length`` tokens behind which a whole draft is still text, int64 [A]."""
-    return torch.from_numpy(np.sort(rng.choice(length - DEPTH, length // SHARE, replace=False)))
-
-
 def parallel_loss(
     draft: LlamaForCausalLM,
     target: LlamaForCausalLM,
@@ -82,7 +75,7 @@ def parallel_loss(
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
         text = batch[:, :-1]
-        anchors = some_anchors(rng, text.shape[1])
+        anchors = some_anchors(rng, text.shape[1], DEPTH, SHARE)
         return cast(torch.Tensor, made(with_masks(text, anchors, mask), anchors, text.shape[1]))
 
     return loss
@@ -91,19 +84,17 @@ def parallel_loss(
 @torch.no_grad()
 def acceptance_by_depth(
     draft: LlamaForCausalLM, target: LlamaForCausalLM, mask: int, rows: torch.Tensor, seed: int = 0
-) -> tuple[list[float], list[float]]:
-    """On texts ``rows`` int64 [N, L], two lists of DEPTH: the mean of 1 - TV at each place of a draft, and the share of
-    greedy drafts that are right up to there."""
+) -> ByDepth:
+    """``accepted_by_depth`` of drafts in texts ``rows`` int64 [N, L]."""
     rng = np.random.default_rng(seed)
-    sampled, greedy = [], []
-    for row in rows:
-        anchors = some_anchors(rng, len(row))
+
+    def laws(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        anchors = some_anchors(rng, len(row), DEPTH, SHARE)
         p = logits_of(target, row[None])[0].softmax(-1)[anchors[:, None] + torch.arange(DEPTH)]
         q = _logits(draft, with_masks(row[None], anchors, mask))[0].softmax(-1)
-        q = torch.cat([q[anchors][:, None], q[len(row) :].unflatten(0, (len(anchors), DEPTH - 1))], 1)
-        sampled.append(torch.minimum(p, q).sum(-1).mean(0))
-        greedy.append((p.argmax(-1) == q.argmax(-1)).cumprod(1).float().mean(0))
-    return torch.stack(sampled).mean(0).tolist(), torch.stack(greedy).mean(0).tolist()
+        return p, torch.cat([q[anchors][:, None], q[len(row) :].unflatten(0, (len(anchors), DEPTH - 1))], 1)
+
+    return accepted_by_depth(map(laws, rows))
 
 
 def _logits(model: LlamaForCausalLM, given: dict[str, torch.Tensor]) -> torch.Tensor:

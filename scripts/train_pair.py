@@ -38,6 +38,7 @@ from ..export.quantize import int4_to_rows, rows_to_int4
 from . import pair_eagle, pair_parallel
 from .pair_cards import AGAIN, COPIES, DISTILLED, HEAD_CARD, PARALLEL, PRUNED, publish
 from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream
+from .pair_depth import by_place
 from .pair_eagle import head_for, head_loss
 from .pair_edits import edited
 from .pair_parallel import mask_of, parallel_loss
@@ -252,14 +253,6 @@ def shaped_as(model: LlamaForCausalLM, recipe: Recipe, steps: int) -> Recipe:
 def rounded(model: Model) -> Model:
     """The model as shipped: its weights rounded to bfloat16, computing in float32."""
     return cast(Model, model.to(torch.bfloat16).float())
-
-
-def by_place(sampled: Iterable[float], greedy: Iterable[float]) -> dict[str, str]:
-    """A model card's figures of whole drafts."""
-    return {
-        "mean_acceptance_by_place_at_temperature_1": ", ".join(f"{rate:.3f}" for rate in sampled),
-        "greedy_drafts_right_up_to_each_place": ", ".join(f"{share:.3f}" for share in greedy),
-    }
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
