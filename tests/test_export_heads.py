@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import leadout
 from leadout.bundle import MANIFEST, Bundle
+from leadout.engines import open_engine
+from leadout.engines.base import FeatureEngine, TreeEngine
 from leadout.engines.memory import bucket
 from leadout.engines.plan import Load, plan
 from leadout.engines.tensorrt.buildable import require_buildable
@@ -141,6 +143,24 @@ def test_it_drafts_what_transformers_says(
         assert tokens == drafted(target, model, head.ids, text, len(tokens))
 
 
+def test_taps_are_counted_as_transformers_counts_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """hidden_states[i] enters layer i; behind the last layer a norm comes first there."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32).eval()
+    with torch.no_grad(), tapped(target, (1, 2)) as streams:
+        found = target(input_ids=torch.arange(9)[None], output_hidden_states=True).hidden_states
+        assert torch.equal(streams[0], found[1]) and torch.equal(target.model.norm(streams[1]), found[2])
+    for form, taps in ((eagle, [1, 1, 2]), (speculators, [1, 1, 2]), (ours, [2])):
+        head = read_head(str(form(tmp_path / form.__name__)), target.config)
+        assert head is not None and head.config.taps == taps
+    config = json.loads((tmp_path / "eagle" / "config.json").read_text())
+    del config["eagle_config"]
+    (tmp_path / "eagle" / "config.json").write_text(json.dumps(config))
+    target.config.num_hidden_layers = 32
+    head = read_head(str(tmp_path / "eagle"), target.config)
+    assert head is not None and head.config.taps == [2, 16, 29], "as its authors' own program reads them"
+    assert head.ids.tolist() == list(range(0, 400, 2))
+
+
 def test_answers_are_the_target_s(made: tuple[Path, Path]) -> None:
     answers_are_the_target_s(made[1])
     with leadout.load(made[1]) as pair:
@@ -161,6 +181,37 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert [models[role].features for role in ("target", "draft")] == [SIZE, SIZE]
     assert models["draft"].reads_features and not models["target"].reads_features
     assert not {"tree", "tree_gqa"} & set(models["draft"].variants)
+
+
+def test_features_move_with_their_slots(made: tuple[Path, Path]) -> None:
+    engine = open_engine(Bundle.read(made[1]).model("target"))
+    assert isinstance(engine, FeatureEngine) and isinstance(engine, TreeEngine)
+    tokens = np.arange(24).reshape(2, 12) * 5 % VOCAB
+    engine.reset(2)
+    engine.reserve(40)
+    engine.forward(tokens, np.zeros(2, np.int64))
+    first, second = (engine.features(row, 0, 12).copy() for row in (0, 1))
+    assert first.shape == (12, SIZE) and not np.allclose(first, second)
+    engine.forward(tokens[:, :2] + 1, np.array([3, 7]))
+    for row, (before, past) in enumerate(zip((first, second), (3, 7), strict=True)):
+        now, untouched = engine.features(row, 0, 12), [slot for slot in range(12) if slot not in (past, past + 1)]
+        assert np.array_equal(now[untouched], before[untouched]) and not np.allclose(now[past], before[past])
+    kept = engine.features(1, 0, 12).copy()
+    engine.copy_row(1, 0)
+    assert np.array_equal(engine.features(0, 0, 12), kept)
+    engine.reserve(200)
+    assert np.array_equal(engine.features(0, 0, 12), kept)
+    engine.reset(1)
+    engine.reserve(40)
+    engine.forward(tokens[:1, :6], np.array([0]))
+    sees = np.array([[[True, False, False], [False, True, False], [False, True, True]]])
+    engine.forward_tree(tokens[1:, :3], np.array([6]), sees)
+    branch = engine.features(0, 7, 9).copy()
+    engine.compact(0, 6, [1, 2])
+    assert np.array_equal(engine.features(0, 6, 8), branch)
+    engine.forward(tokens[1:, 1:3], np.array([6]))
+    assert np.allclose(engine.features(0, 6, 8), branch, atol=1e-4), "as a chain of the same tokens gives them"
+    engine.close()
 
 
 def test_its_features_are_planned_for_and_no_engine_s(made: tuple[Path, Path]) -> None:
