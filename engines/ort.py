@@ -74,7 +74,7 @@ class SlotEngine:
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
         self._closed, self._resets = False, 0
-        self._beside: Features = NOTHING
+        self._told: list[Features] = [NOTHING]
         self._graphs, self._recorded, self.graph_error = False, 0, ""
         self.reset(1)
         if exact and provider == "cpu":
@@ -152,8 +152,6 @@ class SlotEngine:
                 np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
-        if step.beside is not None:
-            step.beside[...] = self._beside
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
@@ -171,8 +169,6 @@ class SlotEngine:
         ids, places = step.ids, step.places
         for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
             ids[i], places[i] = token, past_len + i
-        if step.beside is not None:
-            step.beside[...] = self._beside
         try:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
@@ -182,13 +178,14 @@ class SlotEngine:
 
     def features(self, row: int, start: int, stop: int) -> Features:
         """See FeatureEngine.features."""
-        kept = self._kept
-        assert kept is not None
-        return kept[row, start:stop]
+        self._check_open()
+        kept = self._cache[-1]
+        assert isinstance(kept, HostBuffer)
+        return kept.array[row, 0, start:stop]
 
     def beside(self, features: Features) -> None:
         """See FeatureEngine.beside."""
-        self._beside = features
+        self._told[0] = features
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         """See TreeEngine.forward_tree."""
@@ -200,8 +197,6 @@ class SlotEngine:
         step.sees[...] = sees
         np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
         np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
-        if step.beside is not None:
-            step.beside[...] = self._beside
         return self._run(step, lambda: self.forward_tree(tokens, past_lens, sees))
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
@@ -287,7 +282,7 @@ class SlotEngine:
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets += 1
-        self._beside = NOTHING
+        self._told[0] = NOTHING
         variant = self._choose(batch)
         fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
@@ -358,12 +353,6 @@ class SlotEngine:
             self._sessions[variant, graphs] = session
         return self._sessions[variant, graphs]
 
-    @property
-    def _kept(self) -> Features | None:
-        """The features of all slots, [batch, slots, features]."""
-        last = self._cache[-1] if self._spec.features else None
-        return last.array[:, 0] if isinstance(last, HostBuffer) else None
-
     def _name_graph(self, step: Step, width: int) -> None:
         """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
         for a graph lives as long as its session."""
@@ -402,13 +391,10 @@ class SlotEngine:
         session = self._open(self._branching(), graphs=False) if seen else self._session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
         step = Step.shaped(session, (rows, width, shape[1], seen), self._least_width, flat, self._cuda)
-        if (kept := self._kept) is not None:
-            step.with_features(kept, reads=self._spec.reads_features)
+        if self._spec.features:
+            step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
         elif self._graphs and not seen:
             self._name_graph(step, width)
-        step.bind(
-            self._cache[: 2 * len(self._model.entry.cache)],
-            (store.address, self._spec.vocab_size) if (store := self._device_logits) else None,
-        )
+        step.bind(self._cache, (store.address, self._spec.vocab_size) if (store := self._device_logits) else None)
         self._steps[rows, width, wanted, seen] = step
         return step

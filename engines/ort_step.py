@@ -27,7 +27,8 @@ class Step:
 
     ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
     for all steps of an engine. ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
-    [batch, slots, D], and ``beside`` [B, S, D] those it reads (None: neither). In a session that records CUDA graphs
+    [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
+    holds when it is run (None: none). In a session that records CUDA graphs
     ``options`` say which graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays,
     and its first ``runs`` are those that record.
     """
@@ -46,6 +47,7 @@ class Step:
     given: Features | None = None
     kept: Features | None = None
     beside: Features | None = None
+    told: list[Features] | None = None
     cuda: Cuda | None = None
     options: Any = None
     recorded: bool = False
@@ -86,6 +88,9 @@ class Step:
 
     def run(self) -> None:
         """Take the step. Raises whatever ONNX Runtime does."""
+        if self.told is not None:
+            assert self.beside is not None
+            self.beside[...] = self.told[0]
         if self.cuda is None:
             self.session.run_with_iobinding(self.binding)
         else:
@@ -95,11 +100,12 @@ class Step:
             for row, past in enumerate(self.past_lens.tolist()):
                 self.kept[row, past : past + width] = self.given[row]
 
-    def with_features(self, kept: Features, *, reads: bool) -> None:
-        """Give features to their slots in ``kept`` [batch, slots, D], and read as many if it ``reads`` any."""
-        rows, width = self.tokens.shape
-        self.kept, self.given = kept, np.zeros((rows, width, kept.shape[-1]), kept.dtype)
-        self.beside = np.zeros_like(self.given) if reads else None
+    def with_features(self, kept: Buffer, told: list[Features] | None) -> None:
+        """Give features to their slots in ``kept``, the host's, and read those that ``told`` holds then, if any."""
+        assert isinstance(kept, HostBuffer)
+        self.kept, self.told = kept.array[:, 0], told
+        self.given = np.zeros((*self.tokens.shape, kept.shape[-1]), kept.dtype)
+        self.beside = None if told is None else np.zeros_like(self.given)
 
     def _run_on(self, cuda: Cuda) -> None:
         with RECORDING.step(records=self.recorded and self.runs < _RUNS_TO_RECORD):
@@ -139,7 +145,7 @@ class Step:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
         rows = self.tokens.shape[0]
-        for i, buffer in enumerate(cache):
+        for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):  # the last are features
             layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
             if isinstance(buffer, HostBuffer):
                 value = in_place(buffer.array[:rows])

@@ -24,6 +24,7 @@ from . import sampling
 from .confidence import Watch
 from .costs import Costs, context_bucket
 from .drafters import Draft, ModelDrafter
+from .feature_drafter import FeatureDrafter
 from .held import agreement
 from .noise import Purpose
 from .prefill import ALL
@@ -61,9 +62,12 @@ def check_ahead(
 def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> AheadDrafter | None:
     """``model``, drafting ahead if that is ``wanted`` ("auto": and possible, and seen to pay). Raises UsageError for a
     draft with another tokenizer, which cuts its text anew each round, so that there is nothing to keep; and for one
-    whose step is a whole draft, of which there is nothing to go on with."""
+    whose step is a whole draft, of which there is nothing to go on with; and for a head, which has to be told first
+    what its target knows."""
     if wanted is True and not model.resumes:
-        raise UsageError(_FEATURES if model.first else _AT_ONCE if model.at_once else _OTHER_TOKENIZER)
+        raise UsageError(
+            _FEATURES if isinstance(model, FeatureDrafter) else _AT_ONCE if model.at_once else _OTHER_TOKENIZER
+        )
     return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
 
 
