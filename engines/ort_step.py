@@ -28,9 +28,9 @@ class Step:
     ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
     for all steps of an engine. ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
-    holds when it is run (None: none). In a session that records CUDA graphs
-    ``options`` say which graph this is: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays,
-    and its first ``runs`` are those that record.
+    holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
+    ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs`` are those that
+    record.
     """
 
     session: Any
