@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, context_length, load, other_reading, read_co
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
+from .experts import twice
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
 from .pairing import Vocabulary
@@ -273,7 +274,9 @@ def _save(canonical: Canonical, place: Path, precision: str) -> ir.DataType | No
     graph = ir.load(canonical.graph)
     if canonical.written is not None and (rounding := ROUNDINGS.get(precision)) is not None:
         smooth(graph, observe(canonical.graph, canonical.written), rounding)
-    if precision != "fp32":
+    if precision == "fp32":
+        twice(graph)
+    else:
         quantize(graph, precision)
     ir.save(graph, place, external_data=BLOB)
     let_go(graph)

@@ -27,6 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..bundle import CacheShape
 from ..errors import ExportError
 from .eagle import FeatureHead, tapped
+from .experts import interleave
 from .lowerings import lowered, symbolic
 
 OPSET = 24
@@ -259,6 +260,7 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
     assert program is not None
     tidy(program.model)
+    interleave(program.model)
     return program.model
 
 

@@ -1,4 +1,4 @@
-"""Which modules become one standard operator instead of their many: root-mean-square norms and rotary positions.
+"""Which modules become one operator instead of their many: root-mean-square norms, rotary positions, and experts.
 
 Each replacement is compared with the code it replaces before it is used; what does not match stays as it is.
 """
@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .experts import PAIRS
+from .rewrite import CONTRIB
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
 
@@ -44,6 +47,9 @@ def lowered(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm") and (norm := rms_norm(module)):
                 module.forward = norm
+                undo.callback(delattr, module, "forward")
+            if is_silu_gated(module):
+                module.forward = by_pairs(module)
                 undo.callback(delattr, module, "forward")
         for code in {sys.modules[type(module).__module__] for module in model.modules()}:
             rotate = getattr(code, "apply_rotary_pos_emb", None)
@@ -91,3 +97,31 @@ def half_split(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwa
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     q, k = (symbolic("RotaryEmbedding", (x, cos, sin), attributes, like=x, version=23) for x in (q, k))
     return q, k
+
+
+def is_silu_gated(module: nn.Module) -> bool:
+    """Are these a mixture's experts, of two products each, SiLU(half of the first one) * the other half between?"""
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+    if any(getattr(module, name, None) is not value for name, value in plain.items()):
+        return False
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    gate, up = x.chunk(2, -1)
+    with torch.no_grad():
+        return bool(torch.allclose(module._apply_gate(x), nn.functional.silu(gate) * up, atol=1e-6))
+
+
+def by_pairs(experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``MoE`` of pairs of tokens [T, H] and each one's k experts, [T, k] and how much they count for (``experts.py``),
+    with the weights as the checkpoint has them: for ``experts.interleave``."""
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, k = top_k_index.shape
+        pairs = hidden_states.repeat_interleave(k, dim=0)
+        chosen = nn.functional.one_hot(top_k_index.reshape(-1), experts.gate_up_proj.shape[0]).to(pairs.dtype)
+        inputs = (pairs, chosen, experts.gate_up_proj, None, experts.down_proj)
+        made = symbolic(f"{CONTRIB}::MoE", inputs, PAIRS, like=pairs, version=1)
+        weighted = made * top_k_weights.reshape(-1, 1)
+        total: Tensor = weighted.reshape(tokens, k, hidden_states.shape[-1]).sum(dim=1)
+        return total.to(hidden_states.dtype)
+
+    return forward

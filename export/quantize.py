@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
 from ..errors import ExportError
+from .experts import experts_apart, quantize_experts, routers_of
 from .half import to_half
+from .levels import BLOCK, columns_to_int4, int4_to_rows, rows_to_int4, rows_to_int8
 from .linear import Linear, linear_of
-from .rewrite import CONTRIB, Array, array_of, constant, dims, made_by, node, swap, sweep
+from .rewrite import CONTRIB, array_of, constant, dims, made_by, node, swap, sweep
 from .smooth import Rounding
 
-_FEWEST_COLUMNS = 32  # narrower products (a router's scores) decide much and cost little
-_BLOCK = 32
+_FEWEST_COLUMNS = 32  # narrower products cost little
 # What each precision does to a product with weights, for those who fit the model to it first.
-ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(_BLOCK, 127, 8)}
+ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(BLOCK, 127, 8)}
 
 
 def quantize(model: ir.Model, precision: str) -> None:
@@ -34,40 +34,16 @@ def quantize(model: ir.Model, precision: str) -> None:
     activations and cache; logits stay fp32. Raises ExportError for another name.
     """
     if precision == "fp16":
+        experts_apart(model)
+        sweep(model)
         to_half(model)
     elif precision in ("int8", "int4"):
         _linears_to(model, _int8 if precision == "int8" else _int4)
+        quantize_experts(model, 8 if precision == "int8" else 4)
         _embeddings_to_int8(model)
     else:
         raise ExportError(f"precision '{precision}' is unknown (one of: fp32, fp16, int8, int4)")
     sweep(model)
-
-
-def rows_to_int8(rows: Array) -> tuple[Array, Array]:
-    """[N,K] float -> s8 [N,K] and fp32 scales [N]: the largest magnitude of a row becomes 127."""
-    scale = np.maximum(np.abs(rows).max(axis=1), 1e-12).astype(np.float32) / np.float32(127)
-    return np.rint(rows / scale[:, None]).astype(np.int8), scale
-
-
-def rows_to_int4(rows: Array) -> tuple[Array, Array]:
-    """[N,K] float -> u8 [N, K/32, 16] (two values a byte, zero is 8) and fp32 scales [N, K/32].
-
-    The extreme of a block, with its sign, becomes -8: one level more than scaling by magnitude would use.
-    """
-    count, width = rows.shape
-    blocks = np.pad(rows.astype(np.float32), ((0, 0), (0, -width % _BLOCK))).reshape(count, -1, _BLOCK)
-    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
-    scale = extreme / np.float32(-8)
-    levels = np.clip(np.rint(blocks / np.where(scale == 0, 1, scale)), -8, 7).astype(np.int8) + 8
-    packed = (levels[..., 0::2] | (levels[..., 1::2] << 4)).astype(np.uint8)
-    return packed, np.ascontiguousarray(scale[..., 0])
-
-
-def int4_to_rows(packed: Array, scale: Array, width: int) -> Array:
-    """What ``rows_to_int4`` stands for: fp32 [N, width]."""
-    levels = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], _BLOCK).astype(np.float32) - 8
-    rows: Array = (levels * scale[..., None]).reshape(len(packed), -1)[:, :width]
-    return rows
 
 
 def to_int4_blocks(model: ir.Model) -> list[str]:
@@ -79,6 +55,7 @@ def to_int4_blocks(model: ir.Model) -> list[str]:
 def from_int4(model: ir.Model) -> None:
     """An int4 graph back to plain operators in fp32, in place, for runtimes without MatMulNBits: the weights keep the
     values that int4 gave them."""
+    experts_apart(model)
     for n in list(model.graph):
         if n.op_type == "MatMulNBits":
             rows = _unpacked(model, n.inputs[1], n.inputs[2], n.attributes["K"].as_int())
@@ -98,7 +75,7 @@ def _unpacked(model: ir.Model, packed: ir.Value, scale: ir.Value, width: int) ->
 def _coarse_table(model: ir.Model, n: ir.Node) -> ir.Value | None:
     """The table in fp32, if ``n`` ends an embedding's lookup in int4, or in int8 with a scale a row."""
     if n.op_type == "GatherBlockQuantized" and (flat := made_by(n.inputs[0], "Reshape")) is not None:
-        return _unpacked(model, flat.inputs[0], n.inputs[2], _BLOCK * dims(n.inputs[2])[1])
+        return _unpacked(model, flat.inputs[0], n.inputs[2], BLOCK * dims(n.inputs[2])[1])
     cast = made_by(n.inputs[0], "Cast") if n.op_type == "Mul" else None
     lookup = made_by(cast.inputs[0], "Gather") if cast is not None else None
     scale = made_by(n.inputs[1], "Gather") if lookup is not None else None
@@ -113,15 +90,6 @@ def _tokens(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.inputs if value.name == "input_ids"]
 
 
-def columns_to_int4(weight: Array) -> tuple[Array, Array]:
-    """[K,N] float, K a multiple of 32 -> int4 [K,N] and fp32 scales [K/32,N], positive as TensorRT wants them: the
-    least that reaches both extremes of a block, for levels from -8 to 7."""
-    blocks = weight.astype(np.float32).reshape(-1, _BLOCK, weight.shape[1])
-    scale = np.maximum(np.maximum(blocks.max(1) / 7, blocks.min(1) / -8), np.float32(1e-7))
-    levels = np.clip(np.rint(blocks / scale[:, None]), -8, 7).astype(ml_dtypes.int4)
-    return levels.reshape(weight.shape), scale
-
-
 def _gives_features(n: ir.Node) -> bool:
     """Whether a product makes what a head reads, of streams that no norm has evened out: some of their channels are a
     thousand times the others, of which a row's rounding would leave nothing."""
@@ -130,10 +98,10 @@ def _gives_features(n: ir.Node) -> bool:
 
 def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value | None]) -> list[str]:
     """Replace products by what ``rewrite`` makes of them; returns the weights of those it made None of."""
-    left = []
+    left, routers = [], routers_of(model)
     for n in list(model.graph):
         linear = linear_of(n)
-        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS or _gives_features(n):
+        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS or n in routers or _gives_features(n):
             continue
         result = rewrite(model, linear)
         if result is None:
@@ -203,10 +171,10 @@ def _int4(model: ir.Model, linear: Linear) -> ir.Value:
     packed, scale = rows_to_int4(linear.rows)
     table, scales = constant(model, f"{name}.u4", packed), constant(model, f"{name}.scale", scale)
     count, width = linear.rows.shape
-    sizes = {"N": count, "K": width, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
+    sizes = {"N": count, "K": width, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
     inputs = [before.inputs[0], table, scales]
     result: ir.Value = node(model, before, "MatMulNBits", inputs, domain=CONTRIB, like=before.outputs[0], **sizes)
-    if linear.tied and width % _BLOCK == 0:
+    if linear.tied and width % BLOCK == 0:
         for lookup in [u for u in linear.weight.consumers() if u.op_type == "Gather"]:
             _lookup_int4(model, lookup, table, scales)
     return result
@@ -214,11 +182,11 @@ def _int4(model: ir.Model, linear: Linear) -> ir.Value:
 
 def _int4_blocks(model: ir.Model, linear: Linear) -> ir.Value | None:
     before, name = linear.product, str(linear.weight.name)
-    if linear.rows.shape[1] % _BLOCK:
+    if linear.rows.shape[1] % BLOCK:
         return None
     levels, scale = columns_to_int4(linear.rows.T)
     packed, scales = constant(model, f"{name}.s4", levels), constant(model, f"{name}.scale", scale)
-    weight = node(model, before, "DequantizeLinear", [packed, scales], axis=0, block_size=_BLOCK)
+    weight = node(model, before, "DequantizeLinear", [packed, scales], axis=0, block_size=BLOCK)
     weight.shape, weight.dtype = packed.shape, scales.dtype
     result: ir.Value = node(model, before, "MatMul", [before.inputs[0], weight], like=before.outputs[0])
     return result
@@ -228,7 +196,7 @@ def _lookup_int4(model: ir.Model, lookup: ir.Node, table: ir.Value, scales: ir.V
     shape = constant(model, f"{table.name}.rows", np.array([dims(table)[0], -1], np.int64))
     flat = node(model, lookup, "Reshape", [table, shape])
     inputs = [flat, lookup.inputs[1], scales]
-    layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": _BLOCK, "bits": 4}
+    layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": 4}
     found = node(model, lookup, "GatherBlockQuantized", inputs, domain=CONTRIB, like=lookup.outputs[0], **layout)
     swap(lookup.outputs[0], found)
     model.graph.remove(lookup, safe=True)

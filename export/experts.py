@@ -1,0 +1,171 @@
+"""How the experts of a mixture are computed: pair by pair, each a token and one of its experts.
+
+ONNX Runtime's ``MoE`` and ``QMoE`` read the weights of each expert once, where they are. They sum up what a token's
+experts say in an order that depends on what else is in the step, under which no two widths of a step would agree; so
+they are given pairs, as tokens of one expert each (k = 1), and the sum stays with the graph. What a pair gives depends
+on that pair alone then, bit for bit: in 8 and 4 bits as it is, for activations are rounded in blocks of 32 of their own
+row; in float32 an expert that has one pair only takes another kernel, so there it is shown each of them twice.
+
+A node reads pairs [P,H], their experts [P,E] (1 for each pair's own, else 0), the weights [E,2I,H] of gates, each
+beside what it gates, and [E,H,I], those of the way down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from .levels import BLOCK, blocks_to_int8, int4_to_rows, rows_to_int4
+from .rewrite import CONTRIB, Array, array_of, constant, made_by, node, swap
+
+# Of one expert the weight is 1, whatever it is scaled to. SiLU(gate) * what it gates, without an offset.
+PAIRS = {
+    "k": 1,
+    "normalize_routing_weights": 1,
+    "activation_type": "swiglu",
+    "swiglu_fusion": 1,
+    "activation_alpha": 1.0,
+    "activation_beta": 0.0,
+}
+
+
+def interleave(model: ir.Model) -> None:
+    """Gates that stand in front of all that they gate, as in checkpoints, each beside its own: when they are read."""
+    for n in _mixtures(model, "MoE"):
+        weight = n.inputs[2]
+        assert weight is not None and weight.const_value is not None and weight.shape is not None
+        read = _interleaved(weight.const_value)
+        weight.const_value = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=weight.shape, name=weight.name)
+
+
+def _interleaved(apart: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
+    def read() -> ir.TensorProtocol:
+        rows = apart.numpy()
+        count, height, width = rows.shape
+        return ir.tensor(rows.reshape(count, 2, height // 2, width).swapaxes(1, 2).reshape(rows.shape))
+
+    return read
+
+
+def routers_of(model: ir.Model) -> set[ir.Node]:
+    """The products by which experts are chosen, the nearest above each choice: they decide much and cost little."""
+    found, seen = set[ir.Node](), set[ir.Value]()
+    left = [n.inputs[1] for n in [*_mixtures(model), *_gathered(model)]]
+    while left:
+        value = left.pop()
+        producer = None if value is None or value in seen else value.producer()
+        if value is None or producer is None:
+            continue
+        seen.add(value)
+        if producer.op_type in ("MatMul", "Gemm"):
+            found.add(producer)
+        elif producer.op_type != "Shape":
+            left += producer.inputs
+    return found
+
+
+def quantize_experts(model: ir.Model, bits: int) -> None:
+    """Experts in place to 8 or 4 ``bits``, in blocks of 32 along what is summed up; without such blocks they stay."""
+    for n in _mixtures(model, "MoE"):
+        first, second = array_of(n.inputs[2]), array_of(n.inputs[4])
+        assert first is not None and second is not None
+        if first.shape[2] % BLOCK or second.shape[2] % BLOCK:
+            continue
+        levels = [*_levels(model, n.inputs[2], first, bits), None, *_levels(model, n.inputs[4], second, bits)]
+        how = {"expert_weight_bits": bits, "block_size": BLOCK, "accuracy_level": 4, "weights_prepacked": 0}
+        inputs = [*n.inputs[:2], *levels]
+        swap(n.outputs[0], node(model, n, "QMoE", inputs, domain=CONTRIB, like=n.outputs[0], **PAIRS, **how))
+        model.graph.remove(n, safe=True)
+
+
+def twice(model: ir.Model) -> None:
+    """Show each expert in float32 every pair of its twice, in place."""
+    for n in _mixtures(model, "MoE"):
+        doubled = [node(model, n, "Concat", [value, value], axis=0) for value in n.inputs[:2]]
+        made = node(model, n, "MoE", [*doubled, *n.inputs[2:]], domain=CONTRIB, **PAIRS)
+        first, _ = node(model, n, "Split", [made], outputs=2, axis=0, num_outputs=2)
+        swap(n.outputs[0], first)
+        model.graph.remove(n, safe=True)
+
+
+def experts_apart(model: ir.Model) -> None:
+    """Experts in place to plain operators in float32, as transformers has them, for runtimes that know no others: they
+    gather a copy of its expert's weights for every pair. Weights of 4 bits keep the values that those gave them."""
+    last = constant(model, "experts.last", np.array([-1], np.int64))
+    for n in _mixtures(model):
+        pairs, experts, result = _once(n)
+        chosen = node(model, n, "ArgMax", [experts], axis=-1, keepdims=1)
+
+        def product(value: ir.Value | None, weights: ir.Value, n: ir.Node = n, chosen: ir.Value = chosen) -> ir.Value:
+            gathered = node(model, n, "GatherND", [weights, chosen])
+            column = node(model, n, "MatMul", [gathered, node(model, n, "Unsqueeze", [value, last])])
+            made: ir.Value = node(model, n, "Squeeze", [column, last])
+            return made
+
+        first, second = _rows(n, first=True), _rows(n, first=False)
+        count, height, width = first.shape
+        first = first.reshape(count, height // 2, 2, width).swapaxes(1, 2).reshape(first.shape)
+        halves = product(pairs, constant(model, f"{n.inputs[2].name}.rows", first))
+        gate, up = node(model, n, "Split", [halves], outputs=2, axis=-1, num_outputs=2)
+        silu = node(model, n, "Mul", [gate, node(model, n, "Sigmoid", [gate])])
+        gated = node(model, n, "Mul", [silu, up])
+        swap(result, product(gated, constant(model, f"{n.inputs[2].name}.down", second)))
+
+
+def unrounded_experts(model: ir.Model) -> list[str]:
+    """The weights that experts multiply with in float32."""
+    own = [n.inputs[index] for n in _mixtures(model, "MoE") for index in (2, 4)]
+    return [str(value.name) for value in [*own, *(n.inputs[0] for n in _gathered(model))] if value is not None]
+
+
+def _mixtures(model: ir.Model, *kinds: str) -> list[ir.Node]:
+    return [n for n in model.graph if n.domain == CONTRIB and n.op_type in (kinds or ("MoE", "QMoE"))]
+
+
+def _gathered(model: ir.Model) -> list[ir.Node]:
+    """The nodes that pick matrices out of a stack of them in float32, by an index: experts that stayed apart."""
+
+    def is_stack(value: ir.Value | None) -> bool:
+        return value is not None and value.is_initializer() and value.dtype == ir.DataType.FLOAT and _rank(value) == 3
+
+    return [n for n in model.graph if n.op_type in ("Gather", "GatherND") and is_stack(n.inputs[0])]
+
+
+def _rank(value: ir.Value) -> int:
+    return 0 if value.shape is None else len(value.shape)
+
+
+def _once(n: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
+    """The pairs of a node, their experts and what is made of them, without what ``twice`` did."""
+    joints = [made_by(value, "Concat") for value in n.inputs[:2]]
+    pairs, experts = [
+        value if joint is None else joint.inputs[0] for value, joint in zip(n.inputs, joints, strict=False)
+    ]
+    return pairs, experts, n.outputs[0] if joints[0] is None else n.outputs[0].consumers()[0].outputs[0]
+
+
+def _levels(model: ir.Model, weight: ir.Value | None, rows: Array, bits: int) -> tuple[ir.Value, ir.Value]:
+    """[E,N,K] -> u8 [E,N,K] or, two in a byte, [E,N,K/2], around the middle of their range; scales [E,N,K/32]."""
+    assert weight is not None
+    count, height, width = rows.shape
+    levels, scale = (blocks_to_int8 if bits == 8 else rows_to_int4)(rows.reshape(-1, width))
+    return (
+        constant(model, f"{weight.name}.u{bits}", levels.reshape(count, height, -1)),
+        constant(model, f"{weight.name}.scale", scale.reshape(count, height, -1)),
+    )
+
+
+def _rows(n: ir.Node, *, first: bool) -> Array:
+    """The weights of a node, of gates or of the way down: fp32 [E,N,K]."""
+    at = 2 if first else 4 if n.op_type == "MoE" else 5
+    weight = array_of(n.inputs[at])
+    assert weight is not None
+    if n.op_type == "MoE":
+        return weight
+    scale = array_of(n.inputs[at + 1])
+    assert scale is not None and n.attributes["expert_weight_bits"].as_int() == 4
+    count, height, blocks = scale.shape
+    flat = int4_to_rows(weight.reshape(-1, blocks, BLOCK // 2), scale.reshape(-1, blocks), blocks * BLOCK)
+    return flat.reshape(count, height, -1)
