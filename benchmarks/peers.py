@@ -39,7 +39,11 @@ from leadout.runtime.bench import processor
 HERE = Path(__file__).parent
 MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"
 # Not 4096 units: genai's builder takes a product as wide as the vocabulary for the head.
-GROWN = {"grown": {"layers": 20, "intermediate": 4064}, "large": {"layers": 20, "intermediate": 4864, "hidden": 1536}}
+GROWN = {
+    "grown": {"layers": 20, "intermediate": 4064},
+    "large": {"layers": 20, "intermediate": 4864, "hidden": 1536},
+    "mixture": {"layers": 8, "intermediate": 1024, "hidden": 1536, "experts": 16},
+}
 PREPARE_SECONDS, SETTLES = 900, 0.05
 CHOICES = {
     "pairs": ("demo", *GROWN),

@@ -22,7 +22,7 @@ from .checkpoint import Checkpoint, context_length, load, other_reading, read_co
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
-from .experts import twice
+from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
 from .pairing import Vocabulary
@@ -249,7 +249,9 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
     entry = dataclasses.replace(canonical.entry, directory=folder.name, precision=precision)
     truth, parity, files = canonical.truth, dict(entry.parity), {"canonical": GRAPH}
     save_golden(truth, folder / GOLDEN)
-    cache_type = _save(canonical, folder / GRAPH, precision)
+    cache_type, left = _save(canonical, folder / GRAPH, precision)
+    if left:
+        progress(f"{folder.name}: {left}")
     if precision != "fp32":
         parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
@@ -266,21 +268,31 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
         variants={name: file_entry(folder / file) for name, file in files.items()},
         files={name: file_entry(folder / name) for name in (BLOB, GOLDEN)},
         parity=parity,
+        note="; ".join(filter(None, [entry.note, left])),
     )
 
 
-def _save(canonical: Canonical, place: Path, precision: str) -> ir.DataType | None:
-    """Write the canonical graph in a precision, weights and all. Returns the type of its cache."""
+def _save(canonical: Canonical, place: Path, precision: str) -> tuple[ir.DataType | None, str]:
+    """Write the canonical graph in a precision, weights and all. Returns the type of its cache, and what is to be said
+    of weights that the precision leaves as they were."""
     graph = ir.load(canonical.graph)
     if canonical.written is not None and (rounding := ROUNDINGS.get(precision)) is not None:
         smooth(graph, observe(canonical.graph, canonical.written), rounding)
-    if precision == "fp32":
-        twice(graph)
-    else:
+    if precision != "fp32":
         quantize(graph, precision)
+    never_alone(graph)
+    note = _left_in_float(graph, precision) if precision in ROUNDINGS else ""
     ir.save(graph, place, external_data=BLOB)
     let_go(graph)
-    return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key")
+    return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key"), note
+
+
+def _left_in_float(graph: ir.Model, precision: str) -> str:
+    """What there is to say of experts that ``quantize`` left alone."""
+    if not (left := unrounded_experts(graph)):
+        return ""
+    rule = f"{precision} takes SiLU gates without biases, and products of whole blocks of 32"
+    return f"{len(left)} weights of experts stay in float32, like {left[0]}: {rule}"
 
 
 def _provenance(sources: dict[str, str], configs: dict[str, Any]) -> dict[str, str]:

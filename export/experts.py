@@ -3,8 +3,8 @@
 ONNX Runtime's ``MoE`` and ``QMoE`` read the weights of each expert once, where they are. They sum up what a token's
 experts say in an order that depends on what else is in the step, under which no two widths of a step would agree; so
 they are given pairs, as tokens of one expert each (k = 1), and the sum stays with the graph. What a pair gives depends
-on that pair alone then, bit for bit: in 8 and 4 bits as it is, for activations are rounded in blocks of 32 of their own
-row; in float32 an expert that has one pair only takes another kernel, so there it is shown each of them twice.
+on that pair alone then, bit for bit: in 8 bits as it is, for activations are rounded in blocks of 32 of their own row;
+in float32 and in 4 bits where no expert has a single pair, for that takes a kernel of its own (``never_alone``).
 
 A node reads pairs [P,H], their experts [P,E] (1 for each pair's own, else 0), the weights [E,2I,H] of gates, each
 beside what it gates, and [E,H,I], those of the way down.
@@ -13,6 +13,7 @@ beside what it gates, and [E,H,I], those of the way down.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +22,7 @@ from .levels import BLOCK, blocks_to_int8, int4_to_rows, rows_to_int4
 from .rewrite import CONTRIB, Array, array_of, constant, made_by, node, swap
 
 # Of one expert the weight is 1, whatever it is scaled to. SiLU(gate) * what it gates, without an offset.
-PAIRS = {
+PAIRS: dict[str, Any] = {
     "k": 1,
     "normalize_routing_weights": 1,
     "activation_type": "swiglu",
@@ -74,20 +75,43 @@ def quantize_experts(model: ir.Model, bits: int) -> None:
         if first.shape[2] % BLOCK or second.shape[2] % BLOCK:
             continue
         levels = [*_levels(model, n.inputs[2], first, bits), None, *_levels(model, n.inputs[4], second, bits)]
-        how = {"expert_weight_bits": bits, "block_size": BLOCK, "accuracy_level": 4, "weights_prepacked": 0}
+        how: dict[str, Any] = {
+            "expert_weight_bits": bits,
+            "block_size": BLOCK,
+            "accuracy_level": 4,
+            "weights_prepacked": 0,
+        }
         inputs = [*n.inputs[:2], *levels]
         swap(n.outputs[0], node(model, n, "QMoE", inputs, domain=CONTRIB, like=n.outputs[0], **PAIRS, **how))
         model.graph.remove(n, safe=True)
 
 
-def twice(model: ir.Model) -> None:
-    """Show each expert in float32 every pair of its twice, in place."""
-    for n in _mixtures(model, "MoE"):
-        doubled = [node(model, n, "Concat", [value, value], axis=0) for value in n.inputs[:2]]
-        made = node(model, n, "MoE", [*doubled, *n.inputs[2:]], domain=CONTRIB, **PAIRS)
-        first, _ = node(model, n, "Split", [made], outputs=2, axis=0, num_outputs=2)
-        swap(n.outputs[0], first)
+def never_alone(model: ir.Model) -> None:
+    """Where kernels compute one row of an expert in a way of their own, show each pair whose expert has no other twice,
+    in place: in float32, and in 4 bits, for processors without AVX-512."""
+    first, one = constant(model, "experts.first", np.array([0], np.int64)), np.array(1.5, np.float32)
+    for n in _mixtures(model):
+        if n.op_type == "QMoE" and n.attributes["expert_weight_bits"].as_int() == 8:
+            continue
+        pairs, chosen = n.inputs[:2]
+        company = node(model, n, "MatMul", [chosen, node(model, n, "ReduceSum", [chosen, first], keepdims=0)])
+        alone = node(model, n, "NonZero", [node(model, n, "Less", [company, constant(model, "experts.alone", one)])])
+        alone = node(model, n, "Squeeze", [alone, first])
+        shown = [_and_again(model, n, value, alone) for value in (pairs, chosen)]
+        made = node(model, n, n.op_type, [*shown, *n.inputs[2:]], domain=CONTRIB, **_attributes(n))
+        count = node(model, n, "Shape", [pairs], start=0, end=1)
+        swap(n.outputs[0], node(model, n, "Slice", [made, first, count]))
         model.graph.remove(n, safe=True)
+
+
+def _and_again(model: ir.Model, before: ir.Node, rows: ir.Value | None, which: ir.Value) -> ir.Value:
+    again = node(model, before, "Gather", [rows, which], axis=0)
+    shown: ir.Value = node(model, before, "Concat", [rows, again], axis=0)
+    return shown
+
+
+def _attributes(n: ir.Node) -> dict[str, Any]:
+    return {name: attribute.value for name, attribute in n.attributes.items()}
 
 
 def experts_apart(model: ir.Model) -> None:
@@ -138,12 +162,12 @@ def _rank(value: ir.Value) -> int:
 
 
 def _once(n: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
-    """The pairs of a node, their experts and what is made of them, without what ``twice`` did."""
-    joints = [made_by(value, "Concat") for value in n.inputs[:2]]
-    pairs, experts = [
-        value if joint is None else joint.inputs[0] for value, joint in zip(n.inputs, joints, strict=False)
-    ]
-    return pairs, experts, n.outputs[0] if joints[0] is None else n.outputs[0].consumers()[0].outputs[0]
+    """The pairs of a node, their experts and what is made of them, without what ``never_alone`` added."""
+    shown, chosen = (made_by(value, "Concat") for value in n.inputs[:2])
+    again = None if shown is None else made_by(shown.inputs[1], "Gather")
+    if shown is None or chosen is None or again is None or again.inputs[0] is not shown.inputs[0]:
+        return n.inputs[0], n.inputs[1], n.outputs[0]
+    return shown.inputs[0], chosen.inputs[0], n.outputs[0].consumers()[0].outputs[0]
 
 
 def _levels(model: ir.Model, weight: ir.Value | None, rows: Array, bits: int) -> tuple[ir.Value, ir.Value]:

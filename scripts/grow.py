@@ -1,11 +1,13 @@
 """Grow a checkpoint without changing its function, to measure realistic cost ratios with real acceptance.
 
 Extra layers have zero output projections; extra intermediate units have zero columns in the down projection; extra
-hidden units hold zeros, and norms, whose mean they lower, are scaled for it. What the model computes is the same up to
-rounding, what it costs is not: label every figure taken with it as "grown".
+hidden units hold zeros, and norms, whose mean they lower, are scaled for it; experts are copies of a layer's MLP, among
+which a random router chooses. What the model computes is the same up to rounding, what it costs is not: label every
+figure taken with it as "grown".
 
     python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4064
     python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4864 --hidden 1536
+    python -m leadout.scripts.grow models/target mixture --layers 8 --intermediate 1024 --hidden 1536 --experts 16
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from pathlib import Path
 
 import click
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def grow(source: Path, layers: int, intermediate: int, hidden: int | None = None) -> torch.nn.Module:
+def grow(source: Path, layers: int, intermediate: int, hidden: int | None = None) -> PreTrainedModel:
     """The checkpoint with ``layers`` layers, ``intermediate`` units in each MLP (both at least what it has) and
     ``hidden`` units between them: as many as it has, or 4, 16, 64 times that, so that the root by which the weights of
     norms change is a power of two and no bit of them is lost. Raises UsageError for less, or others."""
@@ -49,20 +51,56 @@ def grow(source: Path, layers: int, intermediate: int, hidden: int | None = None
     return large
 
 
+def mixture_of(model: PreTrainedModel, experts: int, per_token: int) -> PreTrainedModel:
+    """The same with ``experts`` copies of the MLP in each layer, ``per_token`` of which take a token. Raises UsageError
+    for fewer than 2, or for none or all of them a token."""
+    if not 1 <= per_token < experts:
+        raise click.UsageError(f"experts-per-token must be from 1 to less than experts ({experts}), not {per_token}")
+    own = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
+    config = MixtralConfig(**own, num_local_experts=experts, num_experts_per_tok=per_token, sliding_window=None)
+    torch.manual_seed(0)
+    mixture = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    old = model.state_dict()
+    with torch.no_grad():
+        for name, value in mixture.state_dict().items():
+            layer = name.partition(".mlp.")[0]
+            if name.endswith("gate_up_proj"):
+                value.copy_(torch.cat([old[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
+            elif name.endswith("experts.down_proj"):
+                value.copy_(old[f"{layer}.mlp.down_proj.weight"])
+            elif name in old:
+                value.copy_(old[name])
+            else:
+                torch.nn.init.normal_(value)
+    return mixture
+
+
 @click.command()
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--layers", type=int, required=True, help="Layers of the grown model.")
 @click.option("--intermediate", type=int, required=True, help="Units in each of its MLPs.")
 @click.option("--hidden", type=int, help="Units between its layers: 4, 16 or 64 times as many. [default: as many]")
-def main(source: Path, destination: Path, layers: int, intermediate: int, hidden: int | None) -> None:
+@click.option("--experts", type=int, default=0, help="Copies of each MLP. [default: no mixture]")
+@click.option("--experts-per-token", type=int, default=2, show_default=True, help="How many of them take a token.")
+def main(source: Path, destination: Path, **shape: int) -> None:
     """Grow SOURCE (a Llama-like checkpoint) into DESTINATION."""
-    click.echo(f"{write_grown(source, destination, layers, intermediate, hidden):,} parameters")
+    click.echo(f"{write_grown(source, destination, **shape):,} parameters")
 
 
-def write_grown(source: Path, destination: Path, layers: int, intermediate: int, hidden: int | None = None) -> int:
+def write_grown(
+    source: Path,
+    destination: Path,
+    layers: int,
+    intermediate: int,
+    hidden: int | None = None,
+    experts: int = 0,
+    experts_per_token: int = 2,
+) -> int:
     """Save the grown checkpoint with its tokenizer, in bfloat16. Returns how many parameters it has."""
     model = grow(source, layers, intermediate, hidden)
+    if experts:
+        model = mixture_of(model, experts, experts_per_token)
     count = int(sum(p.numel() for p in model.parameters()))
     model.to(torch.bfloat16).save_pretrained(destination)
     for name in COPIED:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from leadout.scripts.grow import grow, write_grown
+from leadout.scripts.grow import grow, mixture_of, write_grown
 
 TOKENS = torch.randint(1, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -55,3 +55,19 @@ def test_what_cannot_grow_is_refused(
 ) -> None:
     with pytest.raises(click.UsageError, match=message):
         grow(tiny_pair[0], *shape)
+
+
+def test_a_mixture_of_copies_is_the_same_whoever_is_chosen(tiny_pair: tuple[Path, Path]) -> None:
+    small = AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32)
+    expected = logits(small)
+    mixture = mixture_of(grow(tiny_pair[0], 3, 160, 256), 7, 3)
+    assert (logits(mixture) - expected).abs().max() < 1e-5 * expected.abs().max()
+    with torch.no_grad():
+        chosen = mixture(TOKENS, output_router_logits=True).router_logits
+    assert len(chosen) == 3 and all(len(layer.argmax(-1).unique()) == 7 for layer in chosen), "all have work to do"
+
+
+@pytest.mark.parametrize(("experts", "per_token"), [(4, 4), (2, 0), (1, 1)])
+def test_a_mixture_that_chooses_nothing_is_refused(tiny_pair: tuple[Path, Path], experts: int, per_token: int) -> None:
+    with pytest.raises(click.UsageError, match=f"from 1 to less than experts \\({experts}\\), not {per_token}"):
+        mixture_of(grow(tiny_pair[0], 2, 128), experts, per_token)

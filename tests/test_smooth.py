@@ -12,8 +12,8 @@ from support_graphs import Nodes, Shape, entry, graph, reference, tokens
 
 from leadout.bundle import Model, file_entry
 from leadout.engines.ort import SlotEngine
-from leadout.export.passes import pack, simplify
 from leadout.export.levels import rows_to_int8
+from leadout.export.passes import pack, simplify
 from leadout.export.quantize import ROUNDINGS, quantize
 from leadout.export.rewrite import array_of
 from leadout.export.smooth import Rounding, _cost, best_scale, observe, smooth

@@ -15,8 +15,8 @@ from support_tensorrt import CACHE, Lowered, relative
 from leadout.bundle import Bundle
 from leadout.engines.ort import SlotEngine
 from leadout.engines.providers import open_session
-from leadout.export.passes import pack, simplify
 from leadout.export.levels import columns_to_int4
+from leadout.export.passes import pack, simplify
 from leadout.export.quantize import to_int4_blocks
 from leadout.export.tensorrt import Sizes, write_graph
 from leadout.export.tensorrt_graph import PRECISIONS, fold_scale
