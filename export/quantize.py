@@ -26,12 +26,12 @@ ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(BLOCK, 127, 8)}
 
 def quantize(model: ir.Model, precision: str) -> None:
     """Rewrite a canonical graph in place: ``int8``, ``int4`` or ``fp16``. The LM head and the embedding are included;
-    a tied table is stored once. What makes features of streams stays as it is.
+    a tied table is stored once. What makes features of streams stays as it is, and so does what chooses experts.
 
     int8: activations to u8 by the largest magnitude of their row, weights to s8 by that of their output channel,
     MatMulInteger, standard operators only. On an x86 without VNNI whoever opens such a graph has to ask onnxruntime for
     exact sums (``engines.saturation``). int4: MatMulNBits with activations in int8 (accuracy level 4). fp16: weights,
-    activations and cache; logits stay fp32. Raises ExportError for another name.
+    activations and cache; logits stay fp32. Experts of a mixture: ``experts``. Raises ExportError for another name.
     """
     if precision == "fp16":
         experts_apart(model)

@@ -208,7 +208,7 @@ def test_prompts_take_turns_by_kind_and_can_be_limited(bench: ModuleType, root: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pairs", "demo,huge"], "'huge' (possible, between commas: demo, grown, large)"),
+        (["--pairs", "demo,huge"], "'huge' (possible, between commas: demo, grown, large, mixture)"),
         (["--precisions", "int3"], "possible, between commas: fp32, int8, int4"),
         (["--peers", "genai,vllm"], "possible, between commas: genai, openvino, transformers, llama"),
         (["--temperatures", "0,-1"], "possible, between commas: numbers from 0"),
