@@ -11,8 +11,8 @@ after prompt in turns: one process a mode, all others stopped meanwhile. Rates a
 it. Greedy outputs are compared with Leadout's. What cannot be installed or run is one line, with the reason.
 
 "Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py), "large" with one of 473 M, "mixture" with
-one of 629 M, two of whose 16 experts take a token. transformers is measured in fp32 alone: its weights
-of few bits need a further package on a CPU. llama.cpp's Python package speculates by prompt lookup only.
+one of 629 M, two of whose 16 experts take a token. transformers is measured in fp32 alone: its weights of few bits need
+a further package on a CPU. llama.cpp's Python package speculates by prompt lookup only.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ class Comparison:
         return {"prompt_ids": prompt, **settings}
 
     def fail(self, side: Side, error: PeerError) -> None:
-        self.failures.append({"peer": side[0], "mode": side[1], "reason": str(error)})
+        """Note why, without where on this machine it was."""
+        reason = str(error).replace(f"{self.folder.resolve()}/", "")
+        self.failures.append({"peer": side[0], "mode": side[1], "reason": reason})
 
     def drop(self, children: dict[Side, Child], side: Side, error: PeerError) -> None:
         """A mode that failed is not measured."""

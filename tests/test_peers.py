@@ -193,6 +193,12 @@ def test_a_comparison_keeps_what_works_and_names_what_fails(bench: ModuleType, f
     assert "best of invented: same; Leadout is 2.00 times as fast" in text
 
 
+def test_a_reason_does_not_say_where_this_machine_keeps_things(bench: ModuleType, tmp_path: Path) -> None:
+    comparison = bench.Comparison(tmp_path / "env", 2, 8, 7)
+    comparison.fail(("invented", "plain"), bench.PeerError(f"no model at {tmp_path}/env/models/grown"))
+    assert comparison.failures[0]["reason"] == "no model at models/grown"
+
+
 def test_without_leadout_nothing_is_compared(bench: ModuleType, fakes: Path, tmp_path: Path) -> None:
     comparison = bench.Comparison(tmp_path / "env", 2, 8, 7)
     with pytest.raises(bench.UsageError, match="without leadout auto nothing can be compared"):
