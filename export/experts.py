@@ -89,13 +89,14 @@ def quantize_experts(model: ir.Model, bits: int) -> None:
 def never_alone(model: ir.Model) -> None:
     """Where kernels compute one row of an expert in a way of their own, show each pair whose expert has no other twice,
     in place: in float32, and in 4 bits, for processors without AVX-512."""
-    first, one = constant(model, "experts.first", np.array([0], np.int64)), np.array(1.5, np.float32)
     for n in _mixtures(model):
         if n.op_type == "QMoE" and n.attributes["expert_weight_bits"].as_int() == 8:
             continue
         pairs, chosen = n.inputs[:2]
+        first = constant(model, "experts.first", np.array([0], np.int64))
+        two = constant(model, "experts.two", np.array(2, np.float32))
         company = node(model, n, "MatMul", [chosen, node(model, n, "ReduceSum", [chosen, first], keepdims=0)])
-        alone = node(model, n, "NonZero", [node(model, n, "Less", [company, constant(model, "experts.alone", one)])])
+        alone = node(model, n, "NonZero", [node(model, n, "Less", [company, two])])
         alone = node(model, n, "Squeeze", [alone, first])
         shown = [_and_again(model, n, value, alone) for value in (pairs, chosen)]
         made = node(model, n, n.op_type, [*shown, *n.inputs[2:]], domain=CONTRIB, **_attributes(n))
@@ -117,25 +118,29 @@ def _attributes(n: ir.Node) -> dict[str, Any]:
 def experts_apart(model: ir.Model) -> None:
     """Experts in place to plain operators in float32, as transformers has them, for runtimes that know no others: they
     gather a copy of its expert's weights for every pair. Weights of 4 bits keep the values that those gave them."""
-    last = constant(model, "experts.last", np.array([-1], np.int64))
     for n in _mixtures(model):
         pairs, experts, result = _once(n)
         chosen = node(model, n, "ArgMax", [experts], axis=-1, keepdims=1)
-
-        def product(value: ir.Value | None, weights: ir.Value, n: ir.Node = n, chosen: ir.Value = chosen) -> ir.Value:
-            gathered = node(model, n, "GatherND", [weights, chosen])
-            column = node(model, n, "MatMul", [gathered, node(model, n, "Unsqueeze", [value, last])])
-            made: ir.Value = node(model, n, "Squeeze", [column, last])
-            return made
-
         first, second = _rows(n, first=True), _rows(n, first=False)
         count, height, width = first.shape
         first = first.reshape(count, height // 2, 2, width).swapaxes(1, 2).reshape(first.shape)
-        halves = product(pairs, constant(model, f"{n.inputs[2].name}.rows", first))
+        halves = _gathered_product(model, n, pairs, chosen, constant(model, f"{n.inputs[2].name}.rows", first))
         gate, up = node(model, n, "Split", [halves], outputs=2, axis=-1, num_outputs=2)
         silu = node(model, n, "Mul", [gate, node(model, n, "Sigmoid", [gate])])
         gated = node(model, n, "Mul", [silu, up])
-        swap(result, product(gated, constant(model, f"{n.inputs[2].name}.down", second)))
+        down = constant(model, f"{n.inputs[2].name}.down", second)
+        swap(result, _gathered_product(model, n, gated, chosen, down))
+
+
+def _gathered_product(
+    model: ir.Model, before: ir.Node, rows: ir.Value | None, chosen: ir.Value, weights: ir.Value
+) -> ir.Value:
+    """[P,K] times each row's own of ``weights`` [E,N,K], the one that ``chosen`` [P,1] says: [P,N]."""
+    last = constant(model, "experts.last", np.array([-1], np.int64))
+    gathered = node(model, before, "GatherND", [weights, chosen])
+    column = node(model, before, "MatMul", [gathered, node(model, before, "Unsqueeze", [rows, last])])
+    made: ir.Value = node(model, before, "Squeeze", [column, last])
+    return made
 
 
 def unrounded_experts(model: ir.Model) -> list[str]:

@@ -388,3 +388,10 @@ def test_a_draft_takes_the_fewest_bytes_that_keep_it_close(tiny_pair: tuple[Path
     with pytest.raises(ExportError, match="take a higher precision"):
         export_pair(*tiny_pair, tmp_path / "asked", draft_precision="int4")
     assert not (tmp_path / "asked").exists()
+
+
+def test_graphs_hold_nothing_that_no_node_reads(tiny_bundle: Path) -> None:
+    graphs = [*tiny_bundle.glob("*/*.onnx")]
+    assert len(graphs) >= 10
+    for path in graphs:
+        assert [name for name, value in ir.load(path).graph.initializers.items() if not value.uses()] == [], path.name
