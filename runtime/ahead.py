@@ -91,12 +91,12 @@ class AheadDrafter:
     """
 
     watches = True
-    at_once = False
+    at_once = rereads = False
 
     def __init__(self, model: ModelDrafter, costs: Costs, *, measured: bool) -> None:
         """``measured``: only while it is seen to pay; else always."""
         self._model, self._worth = model, Worth(costs) if measured else None
-        self.lag = self.steps = self.tried = self.kept = 0
+        self.late = self.steps = self.tried = self.kept = 0
         self._stop = Event()
         self._started: Executor | None = None
         self._process = 0
@@ -147,7 +147,7 @@ class AheadDrafter:
             drafts = [self._model.resume(rows[0], lengths[0], self._settle(lengths[0]), watch)]
         else:
             drafts = self._model.propose(rows, lengths, watch)
-        self.lag, self.steps = self._model.lag, self._model.steps
+        self.late, self.steps = self._model.late, self._model.steps
         self._seconds = perf_counter() - began
         return drafts
 

@@ -85,7 +85,7 @@ def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
 def beside(speed: float, tokens: float, written: float, pace: Pace) -> float:
     """Tokens a second of a round without the draft model, which then lacks all that was ``written`` in a row of it:
     what the model takes to catch up is of that round's making. ``speed`` is that of its ``tokens`` alone."""
-    return tokens / (tokens / speed + pace.prices.catch_up(pace.rows, written + 1.0)) if speed else 0.0
+    return tokens / (tokens / speed + pace.prices.missed(pace.rows, written)) if speed else 0.0
 
 
 def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
@@ -295,7 +295,7 @@ class Cascade:
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        missed = self._pace.prices.catch_up(self._pace.rows, tokens + 1) / rows if self._otherwise else 0.0
+        missed = self._pace.prices.missed(self._pace.rows, tokens) / rows if self._otherwise else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _settle_promises(self, new: Sequence[int]) -> None:
@@ -371,10 +371,11 @@ class Cascade:
     def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
         """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
         assert self._model is not None
-        factors, seconds = self._experience.easiness.factors(self._promised), self._pace.prices.with_model(rows)
+        factors, prices = self._experience.easiness.factors(self._promised), self._pace.prices
         if rows > 1:
             return allotted, factors[allotted] * self._model.speed(allotted, rows)
-        tokens = self._model.tokens[: limit + 1]
-        speeds = [mean * factor / took for mean, factor, took in zip(tokens, factors, seconds, strict=False)]
+        tokens = [mean * factor for mean, factor in zip(self._model.tokens[: limit + 1], factors, strict=False)]
+        rounds = zip(tokens, prices.with_model(1), strict=False)
+        speeds = [mean / (took + prices.again(1, mean)) for mean, took in rounds]
         best = max(range(1, len(speeds)), key=speeds.__getitem__, default=0)
         return best, speeds[best]

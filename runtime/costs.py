@@ -29,7 +29,7 @@ _PLAIN = 3
 _NO_WIDTH = 0  # where plain steps are counted among the widths
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
-ONE_STEP = 2  # committed tokens that a draft in use lacks, at most: they go in with its first step
+_FEW = 2  # tokens read late that say less of what one takes than the draft around them scatters
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
 
 
@@ -114,15 +114,17 @@ class Costs:
         """A draft model has run, besides rounds: it took a prompt in."""
         self._calm = 0
 
-    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
-        """``steps`` of the draft, the first of which took in ``lag`` committed tokens that a row of it lacked."""
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, late: int = 0) -> None:
+        """``steps`` of the draft, the first of which took in ``late`` committed tokens that it usually has not to."""
         if not steps:
             return
-        bucket = context_bucket(past)
-        if lag <= ONE_STEP:
-            self._record("draft", rows, bucket, steps, seconds, telling=True)
+        bucket, late = context_bucket(past), rows * late  # a step is a rectangle
+        if late <= rows * _FEW:
+            apart = self.catch_up(1, late) * self._tempo.slowness if late else 0.0
+            self._record("draft", rows, bucket, steps, max(_LEAST, seconds - apart), telling=True)
+            if apart:
+                self._pay(("catch-up", rows, 0, 1), late)
         elif known := self.drafts(rows, past)[steps]:
-            late = rows * (lag - ONE_STEP)  # a step is a rectangle
             self._pay(("draft", rows, bucket, steps), 1)
             self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / late, late)
 
@@ -197,12 +199,10 @@ class Costs:
         steps = max(self._known("draft", rows, context_bucket(past)), default=1)
         return self.drafts(rows, past)[steps] / steps
 
-    def catch_up(self, rows: int, lag: int, guess: float = 0.0) -> float:
-        """Seconds that a draft step takes longer for ``lag`` committed tokens that the draft lacks: ``guess`` for each
-        while that was never measured."""
-        if lag <= ONE_STEP:
-            return 0.0
-        return rows * (lag - ONE_STEP) * self._known("catch-up", rows, 0).get(1, guess)
+    def catch_up(self, rows: int, late: int, guess: float = 0.0) -> float:
+        """Seconds that a draft step takes longer for ``late`` committed tokens that it usually has not to read:
+        ``guess`` for each while that was never measured."""
+        return rows * late * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""

@@ -87,6 +87,7 @@ class Decoder:
             if vocabulary.tokenizers is None and not draft.spec.reads_features:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
+        self._pace.prices.rereads = self._model is not None and self._model.rereads
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
@@ -252,7 +253,7 @@ class Decoder:
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
                 took, past = perf_counter() - started, self._pace.prices.past
-                self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.lag)
+                self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.late)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
         return drafts
@@ -327,7 +328,7 @@ class Decoder:
             self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
                 tokens, model = [verdict.accepted + 1 for verdict in verdicts], self._drafting
-                self._pace.settle([row.policy for row in rows], tokens, max(lengths), model.lag, model.steps)
+                self._pace.settle([row.policy for row in rows], tokens, max(lengths), model.late, model.steps)
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:

@@ -56,13 +56,16 @@ class Draft:
 
 class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop, ``at_once`` whether all tokens of a draft come of one step, ``lag`` how many
-    committed tokens a row of the last draft had to make up for, ``steps`` how many tokens' time that took. Of what it
-    lacks of a row it reads no more than the last ``reach``."""
+    whether it asks a Watch when to stop, ``at_once`` whether all tokens of a draft come of one step, ``rereads``
+    whether what was accepted of one is read again with the next, ``late`` how many committed tokens the last draft had
+    to make up for (of the row with most of them, and beyond those that one in use lacks at most: two, one where it
+    rereads), ``steps`` how many tokens' time it took. Of what it lacks of a row it reads no more than the last
+    ``reach``."""
 
     watches: bool
     at_once: bool
-    lag: int
+    rereads: bool
+    late: int
     steps: int
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
@@ -86,7 +89,7 @@ class Drafter(Protocol):
         ...
 
     def behind(self, rows: Items[Row]) -> int:
-        """How many committed tokens it lacks of the row of which it lacks most."""
+        """How many committed tokens it would have to make up for, as in ``late``."""
         ...
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
@@ -115,10 +118,10 @@ class ModelDrafter:
     """
 
     watches = True  # whether it asks a Watch when to stop
-    at_once = False
+    at_once = rereads = False
     resumes = True  # whether a draft of it can be gone on with
     first = 0  # the token of a text that it begins with
-    lag = steps = 0
+    late = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
@@ -166,7 +169,8 @@ class ModelDrafter:
 
     def behind(self, rows: Items[Row]) -> int:
         reading = ((b, row) for b, row in enumerate(rows) if row.settings.draft in MODEL_DRAFTS)
-        return min(self._reach, max((row.sequence.length - self._known(b) for b, row in reading), default=0))
+        lacking = (row.sequence.length - self._known(b) for b, row in reading)
+        return self._late(min(self._reach, max(lacking, default=0)))
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         if len(rows) == 1:
@@ -236,7 +240,11 @@ class ModelDrafter:
         """A draft begins, of which ``unread`` is to be read first."""
         pairs = zip(rows, self._begins, strict=False)
         self._base, self.steps = [row.sequence.length - begin for row, begin in pairs], 0
-        self.lag = max(map(len, unread), default=0)
+        self.late = self._late(max(map(len, unread), default=0))
+
+    def _late(self, unread: int) -> int:
+        """How many of so many unread tokens are more than a draft in use lacks."""
+        return max(0, unread - (1 if self.rereads else 2))
 
     def _known(self, place: int) -> int:
         """Up to where in the row's text it need not read."""
@@ -301,39 +309,11 @@ class ModelDrafter:
 
 
 class Rereader(ModelDrafter):
-    """A draft model whose slots of drafted tokens are never valid: what was accepted of a draft is read again, as text.
-    That is no ``lag``, which counts what others wrote: ``_wrote[b]`` says from where to where row b's text is its own
-    last draft."""
+    """A draft model whose slots of drafted tokens are never valid: what was accepted of a draft is read again, as
+    text."""
 
     resumes = False
-
-    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
-        super().__init__(stepper, vocabulary)
-        self._wrote: list[tuple[int, int]] = []
-
-    def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        super().reset(rows, reach)
-        self._wrote = [(0, 0)] * len(rows)
-
-    def behind(self, rows: Items[Row]) -> int:
-        lacking = (self._lacks(b, row) for b, row in enumerate(rows) if self._reads(row))
-        return min(self._reach, max(lacking, default=0))
+    rereads = True
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         super().observe(place, 0, path)
-        start = self._begins[place] + self._base[place]
-        self._wrote[place] = start, start + accepted
-
-    def move(self, source: int, destination: int) -> None:
-        super().move(source, destination)
-        self._wrote[destination] = self._wrote[source]
-
-    def _begin(self, rows: Items[Row], unread: Items[Items[int]]) -> None:
-        super()._begin(rows, unread)
-        lacking = (self._lacks(b, row) for b, (row, text) in enumerate(zip(rows, unread, strict=False)) if text)
-        self.lag = max(lacking, default=0)
-
-    def _lacks(self, place: int, row: Row) -> int:
-        """How many tokens of the row it has neither read nor drafted."""
-        known, length, (start, stop) = self._known(place), row.sequence.length, self._wrote[place]
-        return length - known - max(0, stop - max(start, known))

@@ -80,7 +80,7 @@ class ForeignDrafter(ModelDrafter):
     def behind(self, rows: Items[Row]) -> int:
         read = zip((self._transcripts.get(row.index) for row in rows), self._begins, self._cached, strict=False)
         lacking = (len(text.own) - begin - len(cached) for text, begin, cached in read if text is not None)
-        return min(self._reach, max(lacking, default=0))
+        return self._late(min(self._reach, max(lacking, default=0)))
 
     watches = False  # a string-level draft's tokens are known only at its end
     resumes = False

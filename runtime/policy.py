@@ -55,7 +55,7 @@ class Pace:
         self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
         self._round = 0
-        self._lag: Callable[[], int] = lambda: 0
+        self._late: Callable[[], int] = lambda: 0
 
     def seen(self, kind: Kind) -> Seen:
         """What texts of this kind showed."""
@@ -92,16 +92,16 @@ class Pace:
         self.ledger.enter()
         self._standing.clear()
 
-    def tick(self, past: int = 0, lag: Callable[[], int] = lambda: 0) -> None:
-        """A round begins, on contexts of ``past`` tokens on average; ``lag`` says, if it is asked, how many of them the
-        draft lacks. Prices serve for 8 rounds, and of rest for 32; a length that was chosen for its speed serves until
-        what rounds showed is entered."""
+    def tick(self, past: int = 0, late: Callable[[], int] = lambda: 0) -> None:
+        """A round begins, on contexts of ``past`` tokens on average; ``late`` says, if it is asked, for how many the
+        draft has to make up. Prices serve for 8 rounds, and of rest for 32; a length that was chosen for its speed
+        serves until what rounds showed is entered."""
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
             self.rest.tick(self.prices.without_model(self.rows)[0])
         self._round += 1
-        self.prices.past, self._lag = past, lag
+        self.prices.past, self._late = past, late
         self.ledger.due |= self._round < _FRESH
         fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
         if fresh:
@@ -131,21 +131,21 @@ class Pace:
         wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
         return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
 
-    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, lag: int, steps: int = 0) -> None:
+    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
-        the longest draft, the ``lag`` that was made up for, and the ``steps`` that were paid, if that is more (a draft
+        the longest draft, how many were read ``late``, and the ``steps`` that were paid, if that is more (a draft
         that comes at once is asked for longer than it gets). What was measured and not chosen is on nobody's bill."""
         self._reading.proposed = True
         if not self._measures and length <= MAX_GUESS_LENGTH:
             drafted = length, max(length, steps)
-            self.ledger.note(self._settle, bills_of(policies), tokens, drafted, lag, self.otherwise)
+            self.ledger.note(self._settle, bills_of(policies), tokens, drafted, late, self.otherwise)
 
     def _settle(
-        self, bills: Sequence[Bill], tokens: Sequence[int], drafted: tuple[int, int], lag: int, otherwise: float
+        self, bills: Sequence[Bill], tokens: Sequence[int], drafted: tuple[int, int], late: int, otherwise: float
     ) -> None:
         prices, rows, (length, asked) = self.prices, self.rows, drafted
         unverified = prices.steps(rows)[asked] - prices.steps(rows)[length]
-        took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, lag)
+        took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, late)
         plain, step = prices.without_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * otherwise) * (1.0 + prices.costs.doubt(rows))
@@ -181,7 +181,7 @@ class Pace:
         nothing."""
         if self.idle(rows):
             return False
-        return self.rest.affords(self._trial(bills, rows) + self.prices.catch_up(rows, self._lag()))
+        return self.rest.affords(self._trial(bills, rows) + self.prices.catch_up(rows, self._late()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
         """Seconds that a try takes beyond rounds without drafts: one round; where the draft model has not earned what
@@ -246,8 +246,9 @@ class Pace:
     def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
         """The same as they are expected; of a round without drafts the least that it may be, as far as is known: to
         draft in vain shows on a bill, to rest in vain nowhere."""
-        together = zip(_tokens_of(requests), self.prices.with_model(rows), strict=False)
-        speeds = [worth(tokens, BY_DRAFTS) / seconds for tokens, seconds in together]
+        prices, speeds = self.prices, []
+        for tokens, seconds in zip(_tokens_of(requests), prices.with_model(rows), strict=False):
+            speeds.append(worth(tokens, BY_DRAFTS) / (seconds + prices.again(rows, max(tokens))))
         return [speeds[0] / (1.0 + self.prices.costs.doubt(rows)), *speeds[1:]]
 
 
@@ -319,7 +320,8 @@ class AutoLength:
 
     def speed(self, length: int, rows: int) -> float:
         """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
-        return self.tokens[min(length, len(self.tokens) - 1)] / self._pace.prices.with_model(rows)[length]
+        prices, tokens = self._pace.prices, self.tokens[min(length, len(self.tokens) - 1)]
+        return tokens / (prices.with_model(rows)[length] + prices.again(rows, tokens))
 
 
 Policy = FixedLength | AutoLength

@@ -3,7 +3,7 @@ several rounds at once, for that takes its time and costs change slowly."""
 
 from __future__ import annotations
 
-from .costs import ONE_STEP, Costs
+from .costs import Costs
 from .settings import MAX_GUESS_LENGTH
 
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
@@ -11,12 +11,13 @@ _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 
 class Prices:
     """Expected seconds of rounds, by how many rows share the step; one each while nothing is measured. ``past`` is the
-    mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ in it), and
-    ``reading`` what the draft model takes for a token of a prompt, 0 while it read none."""
+    mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ in it),
+    ``reading`` what the draft model takes for a token of a prompt, 0 while it read none, and ``rereads`` whether it
+    reads again what is accepted of its drafts."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         self.costs, self.narrowest, self.past = costs, narrowest, 0
-        self.reading = 0.0
+        self.reading, self.rereads = 0.0, False
         self._steps: dict[int, list[float]] = {}
         self._without: dict[int, list[float]] = {}
         self._with: dict[int, list[float]] = {}
@@ -51,12 +52,21 @@ class Prices:
             known = self._with[rows] = [draft + step for draft, step in zip(drafts, free, strict=True)]
         return known
 
-    def catch_up(self, rows: int, lag: float) -> float:
-        """Of what the draft model takes longer for ``lag`` tokens that it lacks: as long as for those of a prompt while
-        that was never measured."""
+    def again(self, rows: int, written: float) -> float:
+        """Of what the draft model takes longer for its next draft where a round with it wrote so many tokens: nothing,
+        unless it reads again what was accepted."""
+        return self.catch_up(rows, written - 1.0) if self.rereads else 0.0
+
+    def missed(self, rows: int, written: float) -> float:
+        """The same where a round without it wrote so many: at the least it has not read the last of them."""
+        return self.catch_up(rows, written if self.rereads else written - 1.0)
+
+    def catch_up(self, rows: int, late: float) -> float:
+        """Of what the draft model takes longer for ``late`` tokens that it usually has not to read: as long as for
+        those of a prompt while that was never measured."""
         if (each := self._missed.get(rows)) is None:
-            each = self._missed[rows] = self.costs.catch_up(rows, ONE_STEP + 1, self.reading)
-        return max(0.0, lag - ONE_STEP) * each
+            each = self._missed[rows] = self.costs.catch_up(rows, 1, self.reading)
+        return late * each
 
     def read(self, tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of prompts, which took so long. (What a few take says little of what

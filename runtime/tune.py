@@ -47,6 +47,11 @@ class Sweep(Decoder):
         self.rounds = 0
 
     @property
+    def rereads(self) -> bool:
+        """Whether the draft reads again what was accepted of it."""
+        return self._model is not None and self._model.rereads
+
+    @property
     def narrowest(self) -> int:
         """The least width the target stepped with."""
         return self._target.narrowest
@@ -120,7 +125,7 @@ class Tuner:
                 break
         sweep.rounds = 0
         past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
-        return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest)
+        return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest, rereads=sweep.rereads)
 
     def measure_contexts(self, prompts: Group, rows: int) -> None:
         """Add steps on longer contexts, of the prompts one after the other."""
@@ -151,9 +156,12 @@ def kept(pair: Costs, plain: Costs) -> list[Cost]:
     return pair.measured() + [cost for cost in plain.measured() if cost.part == "plain"]
 
 
-def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int) -> Promise:
+def promise(
+    plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int, *, rereads: bool = False
+) -> Promise:
     """Predict from costs and from the tests of ``stats``: tokens a round, 1 + the sum of survivals (2211.17192,
-    section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate."""
+    section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate.
+    ``rereads``: what is accepted of a draft is read again with the next."""
     steps, alone = pair.target(rows, past), plain.plain(rows, 1, past)
     assert steps is not None and alone is not None, "measured before"
     drafts, host = pair.drafts(rows, past), pair.host(rows)
@@ -161,6 +169,9 @@ def promise(plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: 
     for rate in rates:
         tokens.append(tokens[-1] + (survival := survival * rate))
     seconds = [host + steps[max(k + 1, narrowest)] + drafts[k] for k in range(MAX_DRAFT_LENGTH + 1)]
+    if rereads:
+        each = pair.catch_up(rows, 1)
+        seconds = [took + each * (written - 1.0) for took, written in zip(seconds, tokens, strict=True)]
     plain_seconds = plain.host(rows) + alone
     tested = sum(row.tested for row in stats)
     return Promise(

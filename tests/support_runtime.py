@@ -208,7 +208,7 @@ class FixedCosts(Costs):
     def record_target(self, rows: int, width: int, seconds: float, past: int = 0, **how: bool) -> None:
         pass
 
-    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, lag: int = 0) -> None:
+    def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, late: int = 0) -> None:
         pass
 
     def lacks_plain(self, rows: int) -> bool:

@@ -86,9 +86,9 @@ def amounts_are_right():
     """Without a guess, with one, with text to make up for, with plain steps that are shorter on their own."""
     pace, took = a_pace(), 1.0 + 2 * (DRAFT + TOKEN)
     request, recorded = settled(pace, 0.0, 2.0, 0.5)
-    pace.prices.costs.record_draft(1, 1, DRAFT + 8 * 0.05, lag=10)
+    pace.prices.costs.record_draft(1, 1, DRAFT + 8 * 0.05, late=8)
     pace.tick()
-    pace.settle([request], [3], 2, 12)
+    pace.settle([request], [3], 2, 10)
     pace.enter()
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
     pace = a_pace(plain=0.8)
@@ -275,7 +275,7 @@ MUTANTS = [
     Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
     Mutant("what was asked for and not verified is free", policy.Pace, "settle", "max(length, steps)", "length"),
     Mutant("what was asked for is thought verified", policy.Pace, "_settle", "- unverified ", ""),
-    Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, lag)", ""),
+    Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, late)", ""),
     Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.seen(kind)", "pace.seen(GREEDY)"),
     Mutant("one loses, all rest", policy, "lose", "all(", "any("),

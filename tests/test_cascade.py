@@ -381,7 +381,7 @@ def test_who_must_ask_the_model_does_whatever_he_could_guess():
 def reading(price, **options):
     """Costs where the draft model takes so long for a token that it lacks."""
     table = FixedCosts(**options)
-    table.catch_up = lambda rows, lag, guess=0.0: price * rows * max(0, lag - 2)
+    table.catch_up = lambda rows, late, guess=0.0: price * rows * late
     return table
 
 

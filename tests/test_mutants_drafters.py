@@ -246,7 +246,7 @@ MUTANTS = [
         "guesses leave the model nothing to read",
         cascade,
         "beside",
-        " + pace.prices.catch_up(pace.rows, written + 1.0)",
+        " + pace.prices.missed(pace.rows, written)",
         "",
     ),
     Mutant("a batch leaves it nothing to read", cascade, "together", "speed >= alone", "speed >= pace.otherwise"),

@@ -66,27 +66,27 @@ def it_says_what_it_would_say_token_by_token(*_):
 def a_draft_is_one_step(*_):
     drafter, (row,) = drafting(LONG)
     calls = drafter._stepper.engine.calls
-    for length, accepted, width in ((4, 4, 1 + 3), (3, 0, 5 + 2), (6, 2, 1 + 5), (1, 0, 3)):
+    for length, accepted, text in ((4, 4, 1), (3, 0, 5), (6, 2, 1), (1, 0, 3)):  # four and two are read again
         (draft,) = said(drafter, [row], [length])
-        assert calls[-1] == (1, width) and drafter.steps == length and drafter.lag == 1
+        assert calls[-1] == (1, text + length - 1) and drafter.steps == length and drafter.late == text - 1
         commit(drafter, 0, row, draft, accepted, 1)
     assert len(calls) == 4, "what is unread goes in with the masks"
     assert said(drafter, [row], [0]) == [[]] and drafter.steps == 0 and len(calls) == 4
     assert said(drafter, [row], [3]) == said(drafter, [row], [3]), "asked again it reads the last token again"
 
 
-def what_it_wrote_itself_it_does_not_lack(*_):
+def what_it_wrote_itself_it_reads_again(*_):
     drafter, (row,) = drafting(LONG)
-    assert drafter.behind([row]) == 1
+    assert drafter.behind([row]) == 0
     (draft,) = said(drafter, [row], [5])
     commit(drafter, 0, row, draft, 4, 2)
-    assert drafter.behind([row]) == 1, "the four it drafted are read beside the next masks"
+    assert drafter.behind([row]) == 4, "the four it drafted are read beside the next masks"
     row.sequence.tokens += [3, 1, 4]
-    assert drafter.behind([row]) == 4, "these it was not asked for"
+    assert drafter.behind([row]) == 7, "and these, which it was not asked for"
     said(drafter, [row], [2])
-    assert drafter.lag == 4 and drafter.behind([row]) == 0
-    row.sequence.tokens += [2]
-    assert drafter.behind([row]) == 1, "what it drafted before that it has read"
+    assert drafter.late == 7 and drafter.behind([row]) == 0
+    row.sequence.tokens += [2, 6]
+    assert drafter.behind([row]) == 1, "of which it reads one with every draft"
 
 
 def rows_that_leave_take_that_along(*_):
@@ -95,7 +95,7 @@ def rows_that_leave_take_that_along(*_):
     for place, accepted in enumerate((0, 4)):
         commit(drafter, place, rows[place], drafts[place], accepted, 7)
     drafter.move(1, 0)
-    assert drafter.behind([rows[1]]) == 1
+    assert drafter.behind([rows[1]]) == 4
     alone, (row,) = drafting(LONG[:9])
     (draft,) = said(alone, [row], [5])
     commit(alone, 0, row, draft, 4, 7)
@@ -109,7 +109,7 @@ def beside_others_it_reads_on(*_):
         drafter.observe(place, 0)
     rows[1].sequence.tokens += [(2 * i) % VOCAB for i in range(7)]
     said(drafter, [rows[0], rows[1]], [4, 0])
-    assert drafter.behind([rows[0]]) == 0 and drafter.behind(rows) == 3, "as many as the other's last token and masks"
+    assert drafter.behind([rows[0]]) == 0 and drafter.behind(rows) == 2, "as many as the other's last token and masks"
     assert drafter._stepper.engine.calls[-1] == (2, 4)
 
 
@@ -177,7 +177,7 @@ def a_step_gives_the_logits_after_the_last_of_each_row(*_):
 CHECKS = [
     it_says_what_it_would_say_token_by_token,
     a_draft_is_one_step,
-    what_it_wrote_itself_it_does_not_lack,
+    what_it_wrote_itself_it_reads_again,
     rows_that_leave_take_that_along,
     beside_others_it_reads_on,
     texts_are_the_target_s,
@@ -185,18 +185,14 @@ CHECKS = [
     a_decoder_asks_it_so,
     a_step_gives_the_logits_after_the_last_of_each_row,
 ]
-OURS, AGAIN = parallel_drafter.ParallelDrafter, drafters.Rereader
+OURS = parallel_drafter.ParallelDrafter
 MUTANTS = [
     Mutant("nothing is read again", OURS, "_rest", "row.sequence.length - 1", "row.sequence.length"),
     Mutant("masks are text", OURS, "_ask", "+= len(text)", "+= len(text) + len(masks[b])"),
     Mutant("one mask too few", OURS, "_ask", "* (n - 1)", "* max(0, n - 2)"),
     Mutant("one mask too many", OURS, "_ask", "* (n - 1)", "* n"),
     Mutant("rows beside get no text", OURS, "_ask", "mine if n else others", "mine"),
-    Mutant("what was accepted is lacking", AGAIN, "observe", "start + accepted", "start"),
-    Mutant("what was read is still its own", AGAIN, "_lacks", "max(start, known)", "start"),
-    Mutant("what it wrote is lag", AGAIN, "_lacks", "max(0, stop - max(start, known))", "0"),
-    Mutant("all counts as its own", AGAIN, "_lacks", "length - known", "length - known - 9"),
-    Mutant("a row leaves it behind", AGAIN, "move", "self._wrote[source]", "(0, 0)"),
+    Mutant("one token is read again for nothing", drafters.ModelDrafter, "_late", "1 if self.rereads else 2", "2"),
     Mutant("a step is one token's", OURS, "propose", "self.steps = max(lengths)", "self.steps = 1"),
     Mutant("nobody watches", OURS, "propose", "not watch.more(place)", "False"),
     Mutant("the first is watched", OURS, "propose", "if place and watch", "if watch"),

@@ -145,7 +145,8 @@ def drafter_of(settings: Settings, prompts: list[list[int]]) -> Any:
 
 
 def drafts_are_a_batch_s(change: dict[str, Any], price: float | None) -> None:
-    """Round after round, with every number of accepted tokens: tokens, laws, classes, steps, lag and what is cached."""
+    """Round after round, with every number of accepted tokens: tokens, laws, classes, steps, what was read late
+    and what is cached."""
     settings = Settings(draft="model", max_new_tokens=60, **change)
     (alone, [one]), (many, two) = drafter_of(settings, [[1, 2, 3]]), drafter_of(settings, [[1, 2, 3], [4, 5]])
     for length, accepted in ((3, 3), (2, 2), (4, 1), (1, 0), (1, 1), (0, 0), (3, 0)):
@@ -157,7 +158,7 @@ def drafts_are_a_batch_s(change: dict[str, Any], price: float | None) -> None:
         theirs = many.propose(two, [length, 0], watches[1])[0]
         assert (mine.tokens, mine.classes) == (theirs.tokens, theirs.classes)
         assert all(map(np.array_equal, mine.q or [], theirs.q or [])) and (mine.q is None) == (theirs.q is None)
-        assert (alone.steps, alone.lag, alone._valid) == (many.steps, many.lag, many._valid[:1])
+        assert (alone.steps, alone.late, alone._valid) == (many.steps, many.late, many._valid[:1])
         kept = min(accepted, len(mine.tokens))
         for drafter, row in ((alone, one), (many, two[0])):
             drafter.observe(0, kept)

@@ -84,7 +84,7 @@ def tries(reading):
     pace.told([request], 10, 10 * reading)
     found = []
     for number in range(400):
-        pace.tick(lag=lambda number=number: number)
+        pace.tick(late=lambda number=number: number)
         found += [number] if pace.lengths([request], [16], 1)[0] else []
         if found:
             request.observe(happened(1, 0))

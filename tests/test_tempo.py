@@ -230,8 +230,8 @@ def a_table_on_disk_is_of_an_average_minute():
 
 def what_was_missed_is_what_the_slow_device_took_longer():
     table = slow_for_long()
-    table.record_draft(1, 3, 3.0 * (FIRST + 2 * MORE + 10 * 0.05), lag=12)
-    assert table.catch_up(1, 12) == pytest.approx(10 * 0.05, rel=0.25)
+    table.record_draft(1, 3, 3.0 * (FIRST + 2 * MORE + 10 * 0.05), late=10)
+    assert table.catch_up(1, 10) == pytest.approx(10 * 0.05, rel=0.25)
 
 
 def a_bill_gives_the_benefit_of_the_doubt():

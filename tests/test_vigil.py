@@ -117,7 +117,7 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
-    chooser._pace.prices.catch_up = lambda rows, lag: 0.1 * (lag - 2)
+    chooser._pace.prices.missed = lambda rows, written: 0.1 * (written - 1)
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
     assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
     chooser._otherwise = 0.0
