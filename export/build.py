@@ -291,7 +291,7 @@ def _left_in_float(graph: ir.Model, precision: str) -> str:
     """What there is to say of experts that ``quantize`` left alone."""
     if not (left := unrounded_experts(graph)):
         return ""
-    rule = f"{precision} takes SiLU gates without biases, and products of whole blocks of 32"
+    rule = f"{precision} takes gates of SiLU or as gpt-oss has them, and products of whole blocks of 32"
     return f"{len(left)} weights of experts stay in float32, like {left[0]}: {rule}"
 
 

@@ -27,8 +27,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from ..bundle import CacheShape
 from ..errors import ExportError
 from .eagle import FeatureHead, tapped
-from .experts import interleave
+from .experts import arrange
 from .lowerings import lowered, symbolic
+from .sinks import RAW_SCORES, SCORES
 
 OPSET = 24
 NAME = "leadout_slots"
@@ -160,13 +161,18 @@ def slot_attention(
 
     Raises ExportError for what the standard operator has no input for.
     """
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            what = "attention sinks" if name == "s_aux" else "a position bias"
+    sinks = kwargs.get("s_aux")
+    for what, is_there in (
+        ("a position bias", kwargs.get("position_bias") is not None),
+        ("sinks beside capped scores", sinks is not None and softcap),
+    ):
+        if is_there:
             raise ExportError(f"{type(module).__name__} uses {what}, which the Attention operator cannot express")
     attributes = {"scale": float(scaling if scaling is not None else query.shape[-1] ** -0.5)}
     if softcap:
         attributes["softcap"] = float(softcap)
+    if sinks is not None:
+        return _beside_sinks(query, key, value, attention_mask, attributes, sinks).transpose(1, 2), None
     out = symbolic(
         "Attention",
         (query, key, value, attention_mask),
@@ -176,6 +182,26 @@ def slot_attention(
         version=24,
     )
     return out.transpose(1, 2), None
+
+
+def _beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, attributes: dict[str, float], sinks: Tensor
+) -> Tensor:
+    """The same with a sink for each head [H], as ``sinks.py`` says: [B, H, S, D]."""
+    scores_shape = (*query.shape[:3], mask.shape[-1])
+    out, *_, scores = torch.onnx.ops.symbolic_multi_out(
+        "Attention",
+        (query, key, value, mask),
+        attributes | RAW_SCORES,
+        dtypes=[query.dtype] * (SCORES + 1),
+        shapes=[(*query.shape[:3], value.shape[-1]), key.shape, value.shape, scores_shape],
+        version=24,
+    )
+    seen = torch.where(mask, scores, torch.finfo(scores.dtype).min)
+    axes, shape = torch.tensor([-1]), (*query.shape[:3], 1)
+    total = symbolic("ReduceLogSumExp", (seen, axes), {"keepdims": 1}, like=query, shape=shape, version=18)
+    attended: Tensor = out * torch.sigmoid(total - sinks.reshape(1, -1, 1, 1))
+    return attended
 
 
 @contextlib.contextmanager
@@ -260,7 +286,7 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
     assert program is not None
     tidy(program.model)
-    interleave(program.model)
+    arrange(program.model)
     return program.model
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 
@@ -30,6 +30,7 @@ OUTPUTS = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
+_WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
 
@@ -180,6 +181,7 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                **({"quantization_config": Mxfp4Config(dequantize=True)} if _method(config) == _WIDENED else {}),
             )
     except SafetensorError as error:
         raise ExportError(
@@ -256,10 +258,18 @@ def _refusal(config: Any) -> str | None:
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
     if "linear_attention" in kinds or "conv" in kinds or _is_recurrent(config):
         return "it keeps recurrent state, which cannot be rolled back by length"
-    if quantised := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        return f"its weights are quantised ({method or 'by an unknown method'}); export the original checkpoint"
+    if (method := _method(config)) not in (None, _WIDENED):
+        return f"its weights are quantised ({method}); export the original checkpoint"
     return None
+
+
+def _method(config: Any) -> str | None:
+    """By which method the weights are quantised; None if they are not."""
+    each = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    if not (quantised := next(filter(None, each), None)):
+        return None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return str(method or "by an unknown method")
 
 
 def _is_recurrent(config: Any) -> bool:

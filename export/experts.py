@@ -7,7 +7,7 @@ on that pair alone then, bit for bit: in 8 bits as it is, for activations are ro
 in float32 and in 4 bits where no expert has a single pair, for that takes a kernel of its own (``never_alone``).
 
 A node reads pairs [P,H], their experts [P,E] (1 for each pair's own, else 0), the weights [E,2I,H] of gates, each
-beside what it gates, and [E,H,I], those of the way down.
+beside what it gates, and [E,H,I], those of the way down; and what is added to both, [E,2I] and [E,H], if anything is.
 """
 
 from __future__ import annotations
@@ -21,31 +21,39 @@ import onnx_ir as ir
 from .levels import BLOCK, blocks_to_int8, int4_to_rows, rows_to_int4
 from .rewrite import CONTRIB, Array, array_of, constant, made_by, node, swap
 
-# Of one expert the weight is 1, whatever it is scaled to. SiLU(gate) * what it gates, without an offset.
-PAIRS: dict[str, Any] = {
-    "k": 1,
-    "normalize_routing_weights": 1,
-    "activation_type": "swiglu",
-    "swiglu_fusion": 1,
-    "activation_alpha": 1.0,
-    "activation_beta": 0.0,
-}
+# Of one expert the weight is 1, whatever it is scaled to. A gate's beside what it gates.
+PAIRS: dict[str, Any] = {"k": 1, "normalize_routing_weights": 1, "activation_type": "swiglu", "swiglu_fusion": 1}
+# gate * sigmoid(alpha * gate) * (what it gates + beta), both within a limit if there is one.
+SILU = {"activation_alpha": 1.0, "activation_beta": 0.0}
 
 
-def interleave(model: ir.Model) -> None:
-    """Gates that stand in front of all that they gate, as in checkpoints, each beside its own: when they are read."""
+def arrange(model: ir.Model) -> None:
+    """Weights as checkpoints have them, which ``concatenated`` and ``transposed`` say, become those that a node reads,
+    in place, but not before they are read: there is no room for copies of all."""
     for n in _mixtures(model, "MoE"):
-        weight = n.inputs[2]
-        assert weight is not None and weight.const_value is not None and weight.shape is not None
-        read = _interleaved(weight.const_value)
-        weight.const_value = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=weight.shape, name=weight.name)
+        apart, turned = (bool(n.attributes.pop(name).as_int()) for name in ("concatenated", "transposed"))
+        for at, value in enumerate(n.inputs[2:]):
+            if value is None:
+                continue
+            given = value.const_value
+            assert given is not None and value.shape is not None
+            shape, is_weight = list(value.shape), at % 2 == 0
+            if turned and is_weight:
+                shape[1:] = shape[:0:-1]
+            read = _arranged(given, apart=apart and at < 2, turned=turned and is_weight)
+            value.shape = ir.Shape(shape)
+            value.const_value = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=value.shape, name=value.name)
 
 
-def _interleaved(apart: ir.TensorProtocol) -> Callable[[], ir.TensorProtocol]:
+def _arranged(given: ir.TensorProtocol, *, apart: bool, turned: bool) -> Callable[[], ir.TensorProtocol]:
     def read() -> ir.TensorProtocol:
-        rows = apart.numpy()
-        count, height, width = rows.shape
-        return ir.tensor(rows.reshape(count, 2, height // 2, width).swapaxes(1, 2).reshape(rows.shape))
+        rows = given.numpy()
+        if turned:
+            rows = rows.swapaxes(1, 2)
+        if apart:
+            count, height, *width = rows.shape
+            rows = rows.reshape(count, 2, height // 2, *width).swapaxes(1, 2).reshape(rows.shape)
+        return ir.tensor(np.ascontiguousarray(rows))
 
     return read
 
@@ -74,15 +82,17 @@ def quantize_experts(model: ir.Model, bits: int) -> None:
         assert first is not None and second is not None
         if first.shape[2] % BLOCK or second.shape[2] % BLOCK:
             continue
-        levels = [*_levels(model, n.inputs[2], first, bits), None, *_levels(model, n.inputs[4], second, bits)]
+        up, down = (_levels(model, n.inputs[at], rows, bits) for at, rows in ((2, first), (4, second)))
+        added, added_down = (value for value in (*n.inputs[3:], None, None)[:3:2])
         how: dict[str, Any] = {
             "expert_weight_bits": bits,
             "block_size": BLOCK,
             "accuracy_level": 4,
             "weights_prepacked": 0,
         }
-        inputs = [*n.inputs[:2], *levels]
-        swap(n.outputs[0], node(model, n, "QMoE", inputs, domain=CONTRIB, like=n.outputs[0], **PAIRS, **how))
+        inputs = [*n.inputs[:2], *up, added, *down, added_down]
+        how |= _attributes(n)
+        swap(n.outputs[0], node(model, n, "QMoE", inputs, domain=CONTRIB, like=n.outputs[0], **how))
         model.graph.remove(n, safe=True)
 
 
@@ -121,26 +131,52 @@ def experts_apart(model: ir.Model) -> None:
     for n in _mixtures(model):
         pairs, experts, result = _once(n)
         chosen = node(model, n, "ArgMax", [experts], axis=-1, keepdims=1)
-        first, second = _rows(n, first=True), _rows(n, first=False)
-        count, height, width = first.shape
-        first = first.reshape(count, height // 2, 2, width).swapaxes(1, 2).reshape(first.shape)
-        halves = _gathered_product(model, n, pairs, chosen, constant(model, f"{n.inputs[2].name}.rows", first))
-        gate, up = node(model, n, "Split", [halves], outputs=2, axis=-1, num_outputs=2)
-        silu = node(model, n, "Mul", [gate, node(model, n, "Sigmoid", [gate])])
-        gated = node(model, n, "Mul", [silu, up])
-        down = constant(model, f"{n.inputs[2].name}.down", second)
-        swap(result, _gathered_product(model, n, gated, chosen, down))
+        both = _gathered_product(model, n, pairs, chosen, *_apart(n, first=True))
+        gate, up = node(model, n, "Split", [both], outputs=2, axis=-1, num_outputs=2)
+        down = _gathered_product(model, n, _gated(model, n, gate, up), chosen, *_apart(n, first=False))
+        swap(result, down)
+
+
+def _gated(model: ir.Model, n: ir.Node, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """What the gate of the mixture ``n`` makes of two halves [P,I]."""
+    given = {name: attribute.as_float() for name in (*SILU, "swiglu_limit") if (attribute := n.attributes.get(name))}
+
+    def number(value: float) -> ir.Value:
+        return constant(model, f"experts.{value:g}", np.array(value, np.float32))
+
+    if (limit := given.get("swiglu_limit")) is not None:
+        gate = node(model, n, "Min", [gate, number(limit)])
+        up = node(model, n, "Clip", [up, number(-limit), number(limit)])
+    slope, offset = given["activation_alpha"], given["activation_beta"]
+    steep = gate if slope == 1.0 else node(model, n, "Mul", [gate, number(slope)])
+    silu = node(model, n, "Mul", [gate, node(model, n, "Sigmoid", [steep])])
+    gated: ir.Value = node(model, n, "Mul", [silu, up if not offset else node(model, n, "Add", [up, number(offset)])])
+    return gated
 
 
 def _gathered_product(
-    model: ir.Model, before: ir.Node, rows: ir.Value | None, chosen: ir.Value, weights: ir.Value
+    model: ir.Model, before: ir.Node, rows: ir.Value | None, chosen: ir.Value, weights: Array, added: Array | None
 ) -> ir.Value:
-    """[P,K] times each row's own of ``weights`` [E,N,K], the one that ``chosen`` [P,1] says: [P,N]."""
+    """[P,K] times each row's own of ``weights`` [E,N,K], the one that ``chosen`` [P,1] says, and ``added`` [E,N]:
+    [P,N]."""
     last = constant(model, "experts.last", np.array([-1], np.int64))
-    gathered = node(model, before, "GatherND", [weights, chosen])
+    gathered = node(model, before, "GatherND", [constant(model, "experts.rows", weights), chosen])
     column = node(model, before, "MatMul", [gathered, node(model, before, "Unsqueeze", [rows, last])])
     made: ir.Value = node(model, before, "Squeeze", [column, last])
+    if added is not None:
+        more = node(model, before, "GatherND", [constant(model, "experts.added", added), chosen])
+        made = node(model, before, "Add", [made, more])
     return made
+
+
+def _apart(n: ir.Node, *, first: bool) -> tuple[Array, Array | None]:
+    """Weights [E,N,K] and what is added [E,N] of a node, of gates or of the way down: all gates in front of what they
+    gate."""
+    rows, added = _rows(n, first=first), _added(n, first=first)
+    if not first:
+        return rows, added
+    order = np.arange(rows.shape[1]).reshape(-1, 2).T.ravel()
+    return rows[:, order], None if added is None else added[:, order]
 
 
 def unrounded_experts(model: ir.Model) -> list[str]:
@@ -184,6 +220,11 @@ def _levels(model: ir.Model, weight: ir.Value | None, rows: Array, bits: int) ->
         constant(model, f"{weight.name}.u{bits}", levels.reshape(count, height, -1)),
         constant(model, f"{weight.name}.scale", scale.reshape(count, height, -1)),
     )
+
+
+def _added(n: ir.Node, *, first: bool) -> Array | None:
+    at = (3 if first else 5) if n.op_type == "MoE" else (4 if first else 7)
+    return array_of(n.inputs[at]) if at < len(n.inputs) else None
 
 
 def _rows(n: ir.Node, *, first: bool) -> Array:

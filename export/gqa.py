@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from .padding import Padding
 from .rewrite import CONTRIB, Array, constant, dims, evaluate, made_by, node, sources, swap, sweep
+from .sinks import SCORES, Sink, sink_of
 
 _PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
 _MULTIPLE = 8  # GroupQueryAttention takes heads, and tables of angles, of such widths only
@@ -17,12 +18,14 @@ _MULTIPLE = 8  # GroupQueryAttention takes heads, and tables of angles, of such 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One attention layer in canonical form. ``window`` is how many positions a query sees, None for all before it."""
+    """One attention layer in canonical form. ``window`` is how many positions a query sees, None for all before it;
+    ``sink`` what is made of what it attends to, if it has sinks."""
 
     attention: ir.Node
     key: ir.Node
     value: ir.Node
     window: int | None
+    sink: Sink | None = None
 
 
 def to_gqa(model: ir.Model, *, even: bool = False) -> int:
@@ -74,9 +77,10 @@ def to_grouped(model: ir.Model) -> int:
 def to_nonpad(model: ir.Model) -> int:
     """Attention's mask -> ``nonpad_kv_seqlen`` and ``is_causal``, in place: ragged rows, and CUDA's flash kernels.
 
-    Layers with a sliding window keep their mask. Returns how many layers changed; at 0 do not ship the variant.
+    Layers with a sliding window keep their mask, and so do those with sinks, which look at it. Returns how many layers
+    changed; at 0 do not ship the variant.
     """
-    layers = [layer for layer in layers_of(model) if layer.window is None]
+    layers = [layer for layer in layers_of(model) if layer.window is None and layer.sink is None]
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph))
     if layers:
@@ -132,7 +136,7 @@ def layers_of(model: ir.Model) -> list[Layer]:
             windows[id(mask)] = _window(model, mask)
         known, window = windows[id(mask)]
         if known:
-            found.append(Layer(n, key, value, window))
+            found.append(Layer(n, key, value, window, sink_of(n)))
     return found
 
 
@@ -189,24 +193,34 @@ def _group(model: ir.Model, old: ir.Node, masks: dict[int, ir.Value]) -> None:
         masks[id(mask)] = node(model, old, "Concat", [mask] * (heads // kv_heads), axis=2)
     rows = constant(model, f"grouped.{kv_heads}x{head_dim}", np.array([0, kv_heads, -1, head_dim], np.int64))
     apart = constant(model, f"grouped.{heads}x{value_dim}", np.array([0, heads, -1, value_dim], np.int64))
-    output = _attend(model, old, node(model, old, "Reshape", [query, rows]), masks[id(mask)])
-    _replace(model, old, node(model, old, "Reshape", [output, apart]))
+    output, *scores = _attend(model, old, node(model, old, "Reshape", [query, rows]), masks[id(mask)])
+    if scores:
+        slots = node(model, old, "Shape", [*scores], start=3, end=4)
+        each = constant(model, f"grouped.{heads}", np.array([0, heads, -1], np.int64))
+        scores = [node(model, old, "Reshape", [*scores, node(model, old, "Concat", [each, slots], axis=0)])]
+    _replace(model, old, node(model, old, "Reshape", [output, apart]), *scores)
 
 
 def _accompany(model: ir.Model, old: ir.Node, padding: Padding) -> None:
     """Every query head has keys of its own: a row alone gets a second one."""
-    output = _attend(model, old, padding.add(old, old.inputs[0], 2), padding.add(old, old.inputs[3], 2))
-    _replace(model, old, padding.remove(old, output, 2))
+    made = _attend(model, old, padding.add(old, old.inputs[0], 2), padding.add(old, old.inputs[3], 2))
+    _replace(model, old, *(padding.remove(old, output, 2) for output in made))
 
 
-def _attend(model: ir.Model, old: ir.Node, query: ir.Value, mask: ir.Value) -> ir.Value:
-    new = ir.Node("", "Attention", [query, *old.inputs[1:3], mask], list(old.attributes.values()))
+def _attend(model: ir.Model, old: ir.Node, query: ir.Value, mask: ir.Value) -> list[ir.Value]:
+    """What is attended to; and the scores, where somebody looks at them."""
+    inputs, scored = [query, *old.inputs[1:3], mask], len(old.outputs) > SCORES
+    new = ir.Node("", "Attention", inputs, list(old.attributes.values()), num_outputs=SCORES + 1 if scored else 1)
+    for unused in new.outputs[1:SCORES]:
+        unused.name = ""
     model.graph.insert_before(old, new)
-    return new.outputs[0]
+    return [new.outputs[0], *new.outputs[SCORES:]]
 
 
-def _replace(model: ir.Model, old: ir.Node, output: ir.Value) -> None:
+def _replace(model: ir.Model, old: ir.Node, output: ir.Value, *scores: ir.Value) -> None:
     swap(old.outputs[0], output)
+    for value in scores:
+        swap(old.outputs[SCORES], value)
     model.graph.remove(old, safe=True)
 
 
@@ -247,16 +261,20 @@ def fuse_attention(
     inputs = [*flat, past_key, past_value, *lengths, *angles]
     if bias is not None:
         inputs += [None] * (10 - len(inputs)) + [bias]
+    result = old.outputs[0]
+    if layer.sink is not None:
+        inputs += [None] * (11 - len(inputs)) + [constant(model, "gqa.sinks", layer.sink.logits)]
+        result = layer.sink.result
     output, present_key, present_value = node(
         model, old, "GroupQueryAttention", inputs, outputs=3, domain=CONTRIB, **attributes
     )
     if padding is not None:
         output = padding.remove(old, output, 1)
-    batch, _, width, _ = dims(old.outputs[0])
-    output.shape, output.dtype = ir.Shape([batch, width, heads * head_dim]), old.outputs[0].dtype
+    batch, _, width, _ = dims(result)
+    output.shape, output.dtype = ir.Shape([batch, width, heads * head_dim]), result.dtype
     swap(layer.key.outputs[0], present_key)
     swap(layer.value.outputs[0], present_value)
-    _reconnect(model, old, output, (heads, head_dim))
+    _reconnect(model, old, result, output, (heads, head_dim))
 
 
 def _strip_rotary(query: ir.Value, key: ir.Value) -> tuple[ir.Value, ir.Value, ir.Node | None]:
@@ -296,9 +314,10 @@ def _packed(parts: list[ir.Value]) -> list[ir.Value | None]:
     return list(parts)
 
 
-def _reconnect(model: ir.Model, old: ir.Node, output: ir.Value, heads: tuple[int, int]) -> None:
-    """Let what read Attention's [B,heads,S,width] read ``output`` [B,S,heads*width], past its Transpose and Reshape."""
-    for transpose in [n for n in old.outputs[0].consumers() if n.op_type == "Transpose"]:
+def _reconnect(model: ir.Model, old: ir.Node, result: ir.Value, output: ir.Value, heads: tuple[int, int]) -> None:
+    """Let what read Attention's ``result`` [B,heads,S,width] read ``output`` [B,S,heads*width], past its Transpose and
+    Reshape."""
+    for transpose in [n for n in result.consumers() if n.op_type == "Transpose"]:
         if list(transpose.attributes["perm"].as_ints()) != [0, 2, 1, 3]:
             continue
         for reshape in [n for n in transpose.outputs[0].consumers() if n.op_type == "Reshape"]:
@@ -309,7 +328,7 @@ def _reconnect(model: ir.Model, old: ir.Node, output: ir.Value, heads: tuple[int
                 reshape.replace_input_with(0, output)
         if not transpose.outputs[0].uses():
             model.graph.remove(transpose, safe=True)
-    if old.outputs[0].uses():
+    if result.uses():
         shape = constant(model, f"gqa.heads.{heads[0]}x{heads[1]}", np.array([0, 0, *heads], np.int64))
         split = node(model, old, "Reshape", [output, shape])
-        swap(old.outputs[0], node(model, old, "Transpose", [split], perm=[0, 2, 1, 3]))
+        swap(result, node(model, old, "Transpose", [split], perm=[0, 2, 1, 3]))

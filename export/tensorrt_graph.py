@@ -10,16 +10,21 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..errors import ExportError
 from .half import to_half
 from .quantize import from_int4, to_int4_blocks
 from .rewrite import constant, dims, node, sweep
+from .sinks import sink_of
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int4")
 
 
 def lower(model: ir.Model, precision: str, capacity: int, top: int) -> list[str]:
     """Rewrite a canonical graph in place for an engine of ``capacity`` slots a row. int4 is weights only, with fp16
-    activations and cache. ``top`` as in ``add_heads``. Returns what is worth knowing about it, a line each."""
+    activations and cache. ``top`` as in ``add_heads``. Returns what is worth knowing about it, a line each. Raises
+    ExportError for what TensorRT's attention cannot express."""
+    if any(sink_of(n) is not None for n in model.graph if n.op_type == "Attention"):
+        raise ExportError("the model has attention sinks, which TensorRT's attention does not take; ONNX Runtime does")
     notes = []
     from_int4(model)
     fold_scale(model)

@@ -7,6 +7,7 @@ go on by position.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ def to_tree(model: ir.Model) -> int:
         masks = _Masks(model)
         for layer in layers:
             layer.attention.replace_input_with(3, masks.of(layer.window))
+            if layer.sink is not None:
+                layer.sink.masked.replace_input_with(0, masks.of(layer.window))
         fuse_skip_norm(model)
         sweep(model)
     return len(layers)
@@ -44,7 +47,7 @@ def to_tree_gqa(model: ir.Model) -> int:
         last, total = lengths_of(model)
         lengths = last, masks.never_a_prompt(total)
         for layer in layers:
-            unmasked = Layer(layer.attention, layer.key, layer.value, None)
+            unmasked = dataclasses.replace(layer, window=None)
             fuse_attention(model, unmasked, lengths, bias=biases[layer.window])
         fuse_skip_norm(model)
         sweep(model)

@@ -142,6 +142,15 @@ class Costs:
         """The same, but each as often as the device was slow then: price them to know what was paid."""
         return {Step(*step): weight for step, weight in self._weights.items()}
 
+    def slowness(self, rows: int) -> float:
+        """How slow the device was, on average, where ``rows`` rows stepped: what that took over what it is said to
+        take. Beside other steps, in the same minutes, it may be more than elsewhere: what models leave of each other in
+        a cache shows as slowness, too."""
+        paid = {step: times for step, times in self.counts.items() if step.rows == rows}
+        said = sum(self.price(paid).values())
+        took = sum(self.price({step: self.weights[step] for step in paid}).values())
+        return took / said if said else 1.0
+
     def usual(self, seconds: float) -> float:
         """What something that took so long just now takes when the device is as fast as usual: only that can be
         compared with what is said here."""

@@ -160,8 +160,9 @@ def promise(
     plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int, *, rereads: bool = False
 ) -> Promise:
     """Predict from costs and from the tests of ``stats``: tokens a round, 1 + the sum of survivals (2211.17192,
-    section 3.1), over its seconds, each length against a plain round. Untested positions take the last tested rate.
-    ``rereads``: what is accepted of a draft is read again with the next."""
+    section 3.1), over its seconds, each length against a plain round, as slow as the device was for
+    both. Untested positions take the last tested rate. ``rereads``: what is accepted of a draft is read again with the
+    next."""
     steps, alone = pair.target(rows, past), plain.plain(rows, 1, past)
     assert steps is not None and alone is not None, "measured before"
     drafts, host = pair.drafts(rows, past), pair.host(rows)
@@ -172,7 +173,8 @@ def promise(
     if rereads:
         each = pair.catch_up(rows, 1)
         seconds = [took + each * (written - 1.0) for took, written in zip(seconds, tokens, strict=True)]
-    plain_seconds = plain.host(rows) + alone
+    seconds = [pair.slowness(rows) * took for took in seconds]
+    plain_seconds = plain.slowness(rows) * (plain.host(rows) + alone)
     tested = sum(row.tested for row in stats)
     return Promise(
         rows=rows,

@@ -106,12 +106,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
         {"gqa", "nonpad"},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        {"gqa"},
+    ),
+    "flint": ("FlintConfig", GROUPED | {"head_dim": 16}, {"gqa"}),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"gqa", "nonpad"}),
 }
 # How many values can be scaled before rounding: three in each of two layers and one before the head, but where norms
 # come after products, activations bend what goes on, a router chooses, or one norm serves attention and the rest.
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
-SCALED |= {"olmo2": 3, "mixtral": 3}
+SCALED |= {"olmo2": 3, "mixtral": 3, "gpt_oss": 3}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 
@@ -128,6 +134,8 @@ def tiny(name: str, **changes: Any) -> Checkpoint:
                 weight.copy_(0.08 * spread)
             elif "norm" in key or "ln" in key:
                 weight.add_(0.1 * spread)
+            elif "sink" in key:
+                weight.copy_(spread)
             else:
                 weight.copy_(0.05 * spread)
     return Checkpoint(name, model, 256, context_length(config), 1, (2,), {})

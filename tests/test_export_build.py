@@ -111,14 +111,6 @@ def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     assert refuse_config(tmp_path, **config).match(reason)
 
 
-@pytest.mark.slow
-def test_attention_sinks_are_refused_by_name(save: Save, tmp_path: Path) -> None:
-    source = save("GptOssConfig", head_dim=16, num_local_experts=2, num_experts_per_tok=1, tie_word_embeddings=False)
-    with pytest.raises(ExportError, match=r"GptOssForCausalLM.*attention sinks"):
-        export_pair(source, None, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
 def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ExportError, match=r"config\.json is missing"):

@@ -44,6 +44,8 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], int]] = {
     "Phimoe": ({"num_local_experts": 4}, 2),
     "Glm4Moe": (DEEP | {"head_dim": 16}, 1),
     "Dots1": (DEEP, 1),
+    "AriaText": ({"moe_num_experts": 4, "moe_topk": 2}, 2),
+    "GptOss": ({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, 2),
     "Ernie4_5_Moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}, 1),
 }
 # 40 experts: a router of more columns than are left alone for being few.
@@ -247,7 +249,7 @@ def export_is_right(monkeypatch: pytest.MonkeyPatch, folder: Path, precision: st
 
 
 MUTANTS = [
-    ("fp32", Mutant("gates stay in front", experts, "_interleaved", ".swapaxes(1, 2)", "")),
+    ("fp32", Mutant("gates stay in front", experts, "_arranged", "if apart:", "if False:")),
     ("fp32", Mutant("all take the first expert chosen", lowerings, "by_pairs", "top_k_index.", "(0 * top_k_index).")),
     ("fp32", Mutant("experts count alike", lowerings, "by_pairs", "made * top_k_weights.reshape(-1, 1)", "made / k")),
     ("fp32", Mutant("experts have single pairs", build, "never_alone", "_mixtures(model)", "[]")),

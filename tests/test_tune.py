@@ -22,6 +22,7 @@ from leadout.runtime.costs import PARTS, Cost, Costs
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
+from leadout.runtime.tempo import Tempo
 from leadout.runtime.tune import Sweep, acceptance, grouped, promise
 from leadout.scripts.cli import main
 
@@ -62,6 +63,24 @@ def test_a_promise_is_tokens_over_seconds_against_plain() -> None:
     assert found.round_ms[:3] == pytest.approx([1500, 1750, 2500]) and found.plain_ms == pytest.approx(1250)
     assert found.speedup[:3] == pytest.approx([1.25 / 1.5, 1.75 * 1.25 / 1.75, 2.25 * 1.25 / 2.5])
     assert found.best == 1 and found.acceptance == pytest.approx(5 / 7)
+
+
+def test_a_promise_is_of_rounds_as_slow_as_they_were() -> None:
+    """What models leave of each other in a cache shows as slowness: rounds that were half as fast again take as long,
+    whatever their steps are said to take. Steps of other numbers of rows say nothing of these."""
+    plain, tempo, stats = Costs(), Tempo(), Stats()
+    plain.record_target(1, 1, 1.0)
+    pair = Costs(tempo=tempo)
+    for rows, slowness in ((1, 1.5), (4, 9.0)):
+        tempo.slowness = slowness
+        pair.record_target(rows, 3, slowness * 1.25)
+        tempo.slowness = slowness
+        pair.record_draft(rows, 2, slowness * 0.5)
+    stats.record(drafted=2, tested=2, accepted=2, tokens=3)
+    assert pair.slowness(1) == pytest.approx(1.5) and pair.slowness(4) == pytest.approx(9.0) and pair.slowness(7) == 1.0
+    found = promise(plain, pair, [stats], rows=1, past=0, narrowest=1)
+    assert found.round_ms[2] == pytest.approx(1.5 * 1750) and found.plain_ms == pytest.approx(1000)
+    assert found.speedup[2] == pytest.approx(3.0 / 2.625)
 
 
 def test_positions_that_were_not_reached_are_not_counted() -> None:
