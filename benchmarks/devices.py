@@ -24,7 +24,8 @@ def priced(pair: leadout.Pair, plain: Engine | None, name: str) -> Iterator[Engi
     prices, clock = Prices.read(TABLES, name), Clock()
     pair.known = ()
     bare = Priced(plain or pair.target, clock, prices.bare, beside=prices.beside)
-    pair.target = Priced(pair.target, clock, prices.target, beside=prices.beside)
+    own = prices.target if pair.exact else prices.bare
+    pair.target = Priced(pair.target, clock, own, beside=prices.beside)
     if pair.draft is not None:
         pair.draft = Priced(pair.draft, clock, prices.drafts)
     with clock.told((ahead, bench, cascade, decoder, stats)):

@@ -142,7 +142,7 @@ def by_pairs(experts: nn.Module, gate: Mapping[str, float]) -> Callable[[Tensor,
         pairs = hidden_states.repeat_interleave(k, dim=0)
         chosen = nn.functional.one_hot(top_k_index.reshape(-1), experts.gate_up_proj.shape[0]).to(pairs.dtype)
         inputs = (pairs, chosen, experts.gate_up_proj, biases[0], experts.down_proj, biases[1])
-        attributes = PAIRS | gate | layout
+        attributes = {**PAIRS, **gate, **layout}
         made = symbolic(f"{CONTRIB}::MoE", inputs, attributes, like=pairs, version=1)
         weighted = made * top_k_weights.reshape(-1, 1)
         total: Tensor = weighted.reshape(tokens, k, hidden_states.shape[-1]).sum(dim=1)

@@ -123,7 +123,8 @@ class Bench:
         self.target = Timed(pair.target, self._spans)
         self.draft = None if pair.draft is None else Timed(pair.draft, self._spans)
         tempo = Tempo()
-        self.plain = Decoder(plain or pair.target, None, exact=False, costs=Costs(tempo=tempo))
+        alone = Timed(plain or pair.target, self._spans)  # what watching takes, both sides pay
+        self.plain = Decoder(alone, None, exact=False, costs=Costs(tempo=tempo))
         shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
         self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known, tempo), **shared)
         # has not seen the batch's answers

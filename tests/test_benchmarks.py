@@ -133,14 +133,26 @@ def test_lengths_are_swept_for_each_kind(root: Path, tiny_bundle: Path, tmp_path
     assert "without 'kind'" in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr
 
 
-def test_prices_are_all_that_is_known_of_a_priced_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that was measured on the real one is noise."""
+@pytest.mark.parametrize("exact", [True, False])
+def test_prices_are_all_that_is_known_of_a_priced_device(
+    exact: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that was measured on the real one is noise. What exactness costs is paid by whoever wants it."""
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
     devices = importlib.import_module("devices")
     measured = (Cost("target", 1, 0, 1, 0.5),)
-    pair = SimpleNamespace(target=ToyEngine(lambda context: np.ones(3) / 3, 3), draft=None, known=measured)
-    with devices.priced(pair, None, "demo-int8"):
+    toy = ToyEngine(lambda context: np.ones(3) / 3, 3)
+    toy.reset(1)
+    toy.reserve(8)
+    pair = SimpleNamespace(target=toy, draft=None, known=measured, exact=exact)
+    with devices.priced(pair, None, "demo-int8") as bare:
         assert pair.known == ()
+        took = []
+        for engine in (bare, pair.target):
+            began = engine._clock.now
+            engine.forward(np.zeros((1, 1), np.int64), np.zeros(1, np.int64))
+            took.append(engine._clock.now - began)
+    assert took == pytest.approx([0.62e-3, 0.7e-3 if exact else 0.62e-3])
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ MUTANTS = (
         "every position counts", Easiness, "record", "counts.record(tested, accepted)", "counts.record(9, accepted)"
     ),
     Mutant("guesses are recorded, too", Cascade, "observe", 'self._plan.by == "model"', "True"),
-    Mutant("no factor", Cascade, "_where_it_is_as_easy", "mean * factor / took", "mean / took"),
+    Mutant("no factor", Cascade, "_where_it_is_as_easy", "mean * factor for", "mean for"),
 )
 
 
