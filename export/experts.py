@@ -160,11 +160,12 @@ def _gathered_product(
     """[P,K] times each row's own of ``weights`` [E,N,K], the one that ``chosen`` [P,1] says, and ``added`` [E,N]:
     [P,N]."""
     last = constant(model, "experts.last", np.array([-1], np.int64))
-    gathered = node(model, before, "GatherND", [constant(model, "experts.rows", weights), chosen])
+    name = f"{before.name}.{'x'.join(map(str, weights.shape[1:]))}"  # of its own: to compare such stacks takes long
+    gathered = node(model, before, "GatherND", [constant(model, f"{name}.rows", weights), chosen])
     column = node(model, before, "MatMul", [gathered, node(model, before, "Unsqueeze", [rows, last])])
     made: ir.Value = node(model, before, "Squeeze", [column, last])
     if added is not None:
-        more = node(model, before, "GatherND", [constant(model, "experts.added", added), chosen])
+        more = node(model, before, "GatherND", [constant(model, f"{name}.added", added), chosen])
         made = node(model, before, "Add", [made, more])
     return made
 
