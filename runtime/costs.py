@@ -118,15 +118,15 @@ class Costs:
         """``steps`` of the draft, the first of which took in ``late`` committed tokens that it usually has not to."""
         if not steps:
             return
-        bucket, late = context_bucket(past), rows * late  # a step is a rectangle
-        if late <= rows * _FEW:
-            apart = self.catch_up(1, late) * self._tempo.slowness if late else 0.0
+        bucket, tokens = context_bucket(past), rows * late  # a step is a rectangle
+        if late <= _FEW:
+            apart = self.catch_up(rows, late) * self._tempo.slowness if late else 0.0
             self._record("draft", rows, bucket, steps, max(_LEAST, seconds - apart), telling=True)
             if apart:
-                self._pay(("catch-up", rows, 0, 1), late)
+                self._pay(("catch-up", rows, 0, 1), tokens)
         elif known := self.drafts(rows, past)[steps]:
             self._pay(("draft", rows, bucket, steps), 1)
-            self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / late, late)
+            self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / tokens, tokens)
 
     def record_host(self, rows: int, seconds: float) -> None:
         """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
@@ -146,10 +146,11 @@ class Costs:
         """How slow the device was, on average, where ``rows`` rows stepped: what that took over what it is said to
         take. Beside other steps, in the same minutes, it may be more than elsewhere: what models leave of each other in
         a cache shows as slowness, too."""
-        paid = {step: times for step, times in self.counts.items() if step.rows == rows}
-        said = sum(self.price(paid).values())
-        took = sum(self.price({step: self.weights[step] for step in paid}).values())
-        return took / said if said else 1.0
+        paid, slow = (
+            sum(self.price({step: times for step, times in each.items() if step.rows == rows}).values())
+            for each in (self.counts, self.weights)
+        )
+        return slow / paid if paid else 1.0
 
     def usual(self, seconds: float) -> float:
         """What something that took so long just now takes when the device is as fast as usual: only that can be

@@ -49,7 +49,7 @@ class Sweep(Decoder):
     @property
     def rereads(self) -> bool:
         """Whether the draft reads again what was accepted of it."""
-        return self._model is not None and self._model.rereads
+        return self._pace.prices.rereads
 
     @property
     def narrowest(self) -> int:

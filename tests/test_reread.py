@@ -64,6 +64,10 @@ def it_is_told_from_what_a_draft_takes(*_):
             paid += seconds
     assert table.drafts(1)[2:5:2] == pytest.approx([0.2, 0.4], rel=0.02)
     assert table.catch_up(1, 10) == pytest.approx(0.3, rel=0.02)
+    for again in (0, 5, 5, 1, 0, 1, 1, 1):  # in batches a token may take another time
+        table.record_draft(4, 2, 0.5 + 0.04 * 4 * again, 0, again)
+        paid += 0.5 + 0.04 * 4 * again
+    assert table.drafts(4)[2] == pytest.approx(0.5, rel=0.02) and table.catch_up(4, 1) == pytest.approx(0.16, rel=0.02)
     assert sum(table.price(table.counts).values()) == pytest.approx(paid, rel=0.02)
 
 
@@ -125,10 +129,11 @@ CHECKS = [
 ]
 C, P = costs.Costs, prices.Prices
 MUTANTS = [
-    Mutant("all of it is the draft's", C, "record_draft", "late <= rows * _FEW", "True"),
+    Mutant("all of it is the draft's", C, "record_draft", "late <= _FEW", "True"),
     Mutant("a little of it is the draft's", C, "record_draft", "seconds - apart", "seconds"),
+    Mutant("rows pay one row's price", C, "record_draft", "self.catch_up(rows, late)", "self.catch_up(1, tokens)"),
     Mutant("a little of it is nobody's", C, "record_draft", "if apart:", "if False:"),
-    Mutant("a little says what a token takes", C, "record_draft", "late <= rows * _FEW", "not late"),
+    Mutant("a little says what a token takes", C, "record_draft", "late <= _FEW", "not late"),
     Mutant("nothing is left to be read", P, "again", "if self.rereads", "if False"),
     Mutant("all leave something to be read", P, "again", "if self.rereads", "if True"),
     Mutant("it reads what it never missed", P, "missed", "if self.rereads", "if True"),
@@ -138,7 +143,7 @@ MUTANTS = [
     Mutant("beside guesses it is not weighed", cascade.Cascade, "_where_it_is_as_easy", "prices.again(1, mean)", "0.0"),
     Mutant("nothing of it is promised", tune, "promise", "if rereads:", "if False:"),
     Mutant("the target's token is promised, too", tune, "promise", "(written - 1.0)", "written"),
-    Mutant("nobody says that it rereads", tune.Sweep, "rereads", "self._model.rereads", "False"),
+    Mutant("nobody says that it rereads", tune.Sweep, "rereads", "self._pace.prices.rereads", "False"),
 ]
 
 
