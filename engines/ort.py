@@ -43,9 +43,17 @@ class SlotEngine:
     """
 
     def __init__(
-        self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
+        self,
+        model: Model,
+        *,
+        provider: str = "cpu",
+        threads: int = 1,
+        variant: str = "auto",
+        exact: bool = False,
+        lean: bool = False,
     ) -> None:
-        self._model, self._provider, self._threads, self._pinned = model, provider, threads, variant
+        self._model, self._provider, self._pinned = model, provider, variant
+        self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
         self._alone: tuple[str, ...] = ROUNDING_ALIKE if exact else SOONEST
         if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
             raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
@@ -65,7 +73,7 @@ class SlotEngine:
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0
         self._sessions: dict[tuple[str, bool], Any] = {}
-        self._pages = Pages(provider == "cpu")
+        self._pages = Pages(provider == "cpu" and not lean)
         self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
@@ -344,7 +352,7 @@ class SlotEngine:
             path = self._model.path(variant)
             try:
                 with self._pages.opening():
-                    session = open_session(path, provider=self._provider, threads=self._threads, graphs=graphs)
+                    session = open_session(path, graphs=graphs, **self._how)
             except EngineError as error:
                 if not graphs:
                     raise

@@ -24,6 +24,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "ort-tensorrt": {},
     "ort-tensorrt-rtx": {},
 }  # float32 is float32: who wants speed exports float16
+_LARGEST_FOLD = str(1 << 20)  # bytes of a constant that is made of others
 _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
 
@@ -68,13 +69,14 @@ def require(provider: str) -> Any:
     return ort
 
 
-def open_session(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
+def open_session(path: Path, *, provider: str, threads: int, graphs: bool = False, lean: bool = False) -> Any:
     """Open the graph at ``path`` with ``threads`` threads of its own.
 
     A small model has a node every ten microseconds: waking a thread for each takes longer than the node, so they spin,
     through what lies between two steps and no longer: draft and target take turns, and threads of one that still spin
     are in the way of the other's. ``graphs``: steps may be recorded as CUDA graphs (cuda only). What TensorRT's
-    providers do not take runs on CUDA's. Products in int8 are exact on every processor (``saturation``).
+    providers do not take runs on CUDA's. Products in int8 are exact on every processor (``saturation``). ``lean``:
+    weights are read from the file, step by step, and nothing is made of them that needs memory of its own.
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
     ort = require(provider)
@@ -87,6 +89,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     # parameters 1 to 2 % sooner, those of larger models not at all.
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.spin_duration_us", _SPIN_US)
+    if lean:
+        read_weights_in_place(options)
     if provider == "cpu" and saturates(ort):
         options.add_session_config_entry(EXACT_SUMS, "1")
     chosen = [(wanted, _OPTIONS[provider] | ({"enable_cuda_graph": "1"} if graphs else {}))]
@@ -99,6 +103,12 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     if session.get_providers()[0] != wanted:
         raise EngineError(f"provider '{provider}' fell back to {session.get_providers()[0]}: run leadout doctor")
     return session
+
+
+def read_weights_in_place(options: Any) -> None:
+    """Let a session of ``options`` neither pack weights nor fold what is made of them alone."""
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", _LARGEST_FOLD)
 
 
 def first_line(error: BaseException) -> str:

@@ -43,7 +43,7 @@ class Canonical:
 
     def checked(self, step: str, graph: Path, progress: Callable[[str], None]) -> Canonical:
         """What ``step`` made of it. Raises ExportError if that gives other logits."""
-        found = check_graph(self.entry, self.truth, graph, step, progress)
+        found = check_graph(self.entry, self.truth, graph, step, progress, lean=True)
         entry = dataclasses.replace(self.entry, parity={**self.entry.parity, step: found})
         return dataclasses.replace(self, graph=graph, entry=entry)
 

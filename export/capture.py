@@ -30,6 +30,7 @@ from .eagle import FeatureHead, tapped
 from .experts import arrange
 from .lowerings import lowered, symbolic
 from .sinks import RAW_SCORES, SCORES
+from .stored import Standins
 
 OPSET = 24
 NAME = "leadout_slots"
@@ -256,7 +257,7 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
 
 
 def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: FeatureHead | None = None) -> ir.Model:
-    """Trace ``model`` (float32, in eval mode) into the canonical graph; ``reader``: the head that drafts from its
+    """Trace ``model`` (in eval mode) into the canonical graph; ``reader``: the head that drafts from its
     features.
 
     Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
@@ -269,8 +270,9 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
         dims["features_in"] = {0: "B", 1: "S"}
     last = ["features"] if isinstance(model, FeatureHead) or reader is not None else []
     _pin_rope(model)
+    standins = Standins()
     try:
-        with torch.no_grad(), _swapped(model, step), _quiet():
+        with torch.no_grad(), _swapped(model, step), standins.in_place(model), _quiet():
             program = torch.onnx.export(
                 DecoderGraph(model, step, reader).eval(),
                 (),
@@ -285,6 +287,7 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
     except Exception as error:
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
     assert program is not None
+    standins.fill(program.model.graph)
     tidy(program.model)
     arrange(program.model)
     return program.model

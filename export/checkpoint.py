@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..bundle import SAMPLING
 from ..engines.providers import first_line
 from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
+from .stored import Stored, keep_stored, narrow_type, narrow_weights
 from .writing import TEXTS
 
 # What a model gives beside its logits, and in which form, changes none of them: config.json may ask for what it likes.
@@ -37,7 +39,7 @@ PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A causal language model in float32, and what its files say about using it.
+    """A causal language model, which computes in float32 (``stored.py``), and what its files say about using it.
 
     ``vocab_size`` counts the rows of logits (padding included); ``max_context`` counts tokens.
     ``sampling`` is empty unless the checkpoint asks to be sampled.
@@ -59,7 +61,8 @@ class Checkpoint:
         """Free the memory of the weights, whoever still refers to them (torch's exporter does to what it saw last): the
         model is of no more use."""
         for weight in self.model.parameters():
-            weight.data = torch.empty(0)
+            if not isinstance(weight, Stored):  # which is in no memory
+                weight.data = torch.empty(0)
 
 
 def read_config(source: str | Path) -> Any:
@@ -171,10 +174,20 @@ def find_file(source: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def _weight_files(source: str) -> list[Path]:
+    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none."""
+    index = find_file(source, "model.safetensors.index.json")
+    names = ["model.safetensors"]
+    if index is not None:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return [path for name in names if (path := find_file(source, name)) is not None]
+
+
 def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
     try:
-        with _quiet():
+        narrow = narrow_type(_weight_files(source))
+        with _quiet(), contextlib.nullcontext() if narrow is None else narrow_weights(narrow):
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=torch.float32,
@@ -196,6 +209,7 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
         for name, value in OUTPUTS.items():
             if hasattr(each, name):
                 setattr(each, name, value)
+    keep_stored(model)
     return model
 
 

@@ -12,14 +12,14 @@ beside what it gates, and [E,H,I], those of the way down; and what is added to b
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from .levels import BLOCK, blocks_to_int8, int4_to_rows, rows_to_int4
-from .rewrite import CONTRIB, Array, array_of, constant, made_by, node, swap
+from .pieces import Array, Pieces, piece_of, steps
+from .rewrite import CONTRIB, array_of, constant, dims, made_by, node, swap
 
 # Of one expert the weight is 1, whatever it is scaled to. A gate's beside what it gates.
 PAIRS: dict[str, Any] = {"k": 1, "normalize_routing_weights": 1, "activation_type": "swiglu", "swiglu_fusion": 1}
@@ -40,22 +40,21 @@ def arrange(model: ir.Model) -> None:
             shape, is_weight = list(value.shape), at % 2 == 0
             if turned and is_weight:
                 shape[1:] = shape[:0:-1]
-            read = _arranged(given, apart=apart and at < 2, turned=turned and is_weight)
             value.shape = ir.Shape(shape)
-            value.const_value = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=value.shape, name=value.name)
+            value.const_value = _arranged(given, shape, apart=apart and at < 2, turned=turned and is_weight)
 
 
-def _arranged(given: ir.TensorProtocol, *, apart: bool, turned: bool) -> Callable[[], ir.TensorProtocol]:
-    def read() -> ir.TensorProtocol:
-        rows = given.numpy()
+def _arranged(given: ir.TensorProtocol, shape: list[int], *, apart: bool, turned: bool) -> Pieces:
+    def make(experts: slice, columns: slice) -> Array:
+        rows = piece_of(given, experts)
         if turned:
             rows = rows.swapaxes(1, 2)
         if apart:
             count, height, *width = rows.shape
             rows = rows.reshape(count, 2, height // 2, *width).swapaxes(1, 2).reshape(rows.shape)
-        return ir.tensor(np.ascontiguousarray(rows))
+        return rows[:, columns]
 
-    return read
+    return Pieces(make, ir.DataType.FLOAT, shape, given)
 
 
 def routers_of(model: ir.Model) -> set[ir.Node]:
@@ -78,11 +77,9 @@ def routers_of(model: ir.Model) -> set[ir.Node]:
 def quantize_experts(model: ir.Model, bits: int) -> None:
     """Experts in place to 8 or 4 ``bits``, in blocks of 32 along what is summed up; without such blocks they stay."""
     for n in _mixtures(model, "MoE"):
-        first, second = array_of(n.inputs[2]), array_of(n.inputs[4])
-        assert first is not None and second is not None
-        if first.shape[2] % BLOCK or second.shape[2] % BLOCK:
+        if any(dims(n.inputs[at])[2] % BLOCK for at in (2, 4)):
             continue
-        up, down = (_levels(model, n.inputs[at], rows, bits) for at, rows in ((2, first), (4, second)))
+        up, down = (_levels(model, n.inputs[at], bits) for at in (2, 4))
         added, added_down = (value for value in (*n.inputs[3:], None, None)[:3:2])
         how: dict[str, Any] = {
             "expert_weight_bits": bits,
@@ -155,12 +152,12 @@ def _gated(model: ir.Model, n: ir.Node, gate: ir.Value, up: ir.Value) -> ir.Valu
 
 
 def _gathered_product(
-    model: ir.Model, before: ir.Node, rows: ir.Value | None, chosen: ir.Value, weights: Array, added: Array | None
+    model: ir.Model, before: ir.Node, rows: ir.Value | None, chosen: ir.Value, weights: Pieces, added: Array | None
 ) -> ir.Value:
     """[P,K] times each row's own of ``weights`` [E,N,K], the one that ``chosen`` [P,1] says, and ``added`` [E,N]:
     [P,N]."""
     last = constant(model, "experts.last", np.array([-1], np.int64))
-    name = f"{before.name}.{'x'.join(map(str, weights.shape[1:]))}"  # of its own: to compare such stacks takes long
+    name = f"{before.name}.{'x'.join(map(str, weights.shape.numpy()[1:]))}"
     gathered = node(model, before, "GatherND", [constant(model, f"{name}.rows", weights), chosen])
     column = node(model, before, "MatMul", [gathered, node(model, before, "Unsqueeze", [rows, last])])
     made: ir.Value = node(model, before, "Squeeze", [column, last])
@@ -170,14 +167,17 @@ def _gathered_product(
     return made
 
 
-def _apart(n: ir.Node, *, first: bool) -> tuple[Array, Array | None]:
+def _apart(n: ir.Node, *, first: bool) -> tuple[Pieces, Array | None]:
     """Weights [E,N,K] and what is added [E,N] of a node, of gates or of the way down: all gates in front of what they
     gate."""
-    rows, added = _rows(n, first=first), _added(n, first=first)
-    if not first:
-        return rows, added
-    order = np.arange(rows.shape[1]).reshape(-1, 2).T.ravel()
-    return rows[:, order], None if added is None else added[:, order]
+    stack, added = _rows(n, first=first), _added(n, first=first)
+    height = stack.shape.numpy()[1]
+    order = np.arange(height).reshape(-1, 2).T.ravel() if first else np.arange(height)
+
+    def make(experts: slice, columns: slice) -> Array:
+        return piece_of(stack, experts)[:, order[columns]]
+
+    return Pieces(make, ir.DataType.FLOAT, stack.shape.numpy(), stack), None if added is None else added[:, order]
 
 
 def unrounded_experts(model: ir.Model) -> list[str]:
@@ -212,15 +212,21 @@ def _once(n: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value]:
     return shown.inputs[0], chosen.inputs[0], n.outputs[0].consumers()[0].outputs[0]
 
 
-def _levels(model: ir.Model, weight: ir.Value | None, rows: Array, bits: int) -> tuple[ir.Value, ir.Value]:
+def _levels(model: ir.Model, weight: ir.Value | None, bits: int) -> tuple[ir.Value, ir.Value]:
     """[E,N,K] -> u8 [E,N,K] or, two in a byte, [E,N,K/2], around the middle of their range; scales [E,N,K/32]."""
-    assert weight is not None
-    count, height, width = rows.shape
-    levels, scale = (blocks_to_int8 if bits == 8 else rows_to_int4)(rows.reshape(-1, width))
-    return (
-        constant(model, f"{weight.name}.u{bits}", levels.reshape(count, height, -1)),
-        constant(model, f"{weight.name}.scale", scale.reshape(count, height, -1)),
-    )
+    assert weight is not None and weight.const_value is not None
+    stack, (count, height, width) = weight.const_value, dims(weight)
+
+    def rounded(experts: slice) -> tuple[Array, Array]:
+        levels, scale = (blocks_to_int8 if bits == 8 else rows_to_int4)(piece_of(stack, experts).reshape(-1, width))
+        return levels.reshape(-1, height, width * bits // 8), scale.reshape(-1, height, width // BLOCK)
+
+    def make(experts: slice, columns: slice) -> Array:
+        return rounded(experts)[0][:, columns]
+
+    levels = Pieces(make, ir.DataType.UINT8, (count, height, width * bits // 8), stack)
+    scale = np.concatenate([rounded(experts)[1] for experts in steps((count, height, width))])
+    return constant(model, f"{weight.name}.u{bits}", levels), constant(model, f"{weight.name}.scale", scale)
 
 
 def _added(n: ir.Node, *, first: bool) -> Array | None:
@@ -228,15 +234,19 @@ def _added(n: ir.Node, *, first: bool) -> Array | None:
     return array_of(n.inputs[at]) if at < len(n.inputs) else None
 
 
-def _rows(n: ir.Node, *, first: bool) -> Array:
+def _rows(n: ir.Node, *, first: bool) -> ir.TensorProtocol:
     """The weights of a node, of gates or of the way down: fp32 [E,N,K]."""
     at = 2 if first else 4 if n.op_type == "MoE" else 5
-    weight = array_of(n.inputs[at])
-    assert weight is not None
+    weight = n.inputs[at]
+    assert weight is not None and weight.const_value is not None
     if n.op_type == "MoE":
-        return weight
-    scale = array_of(n.inputs[at + 1])
-    assert scale is not None and n.attributes["expert_weight_bits"].as_int() == 4
-    count, height, blocks = scale.shape
-    flat = int4_to_rows(weight.reshape(-1, blocks, BLOCK // 2), scale.reshape(-1, blocks), blocks * BLOCK)
-    return flat.reshape(count, height, -1)
+        return weight.const_value
+    scale = n.inputs[at + 1]
+    assert scale is not None and scale.const_value is not None and n.attributes["expert_weight_bits"].as_int() == 4
+    packed, scales, (count, height, blocks) = weight.const_value, scale.const_value, dims(scale)
+
+    def make(experts: slice, columns: slice) -> Array:
+        flat = piece_of(packed, experts).reshape(-1, blocks, BLOCK // 2), piece_of(scales, experts).reshape(-1, blocks)
+        return int4_to_rows(*flat, blocks * BLOCK).reshape(-1, height, blocks * BLOCK)[:, columns]
+
+    return Pieces(make, ir.DataType.FLOAT, (count, height, blocks * BLOCK), packed)

@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from .padding import Padding
-from .rewrite import CONTRIB, Array, constant, dims, evaluate, made_by, node, sources, swap, sweep
+from .pieces import Array
+from .rewrite import CONTRIB, constant, dims, evaluate, made_by, node, sources, swap, sweep
 from .sinks import SCORES, Sink, sink_of
 
 _PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from .rewrite import Array, array_of, constant, node, sources
+from .pieces import Array, Pieces, piece_of
+from .rewrite import constant, node, sources
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -52,11 +53,18 @@ def _convert_inputs(model: ir.Model, n: ir.Node, inner: set[int], half: ir.DataT
     for index, value in enumerate(n.inputs):
         if value is None or value.dtype != _FLOAT:
             continue
-        array = array_of(value)
-        if array is not None:
-            n.replace_input_with(index, constant(model, f"{value.name}.half", _rounded(array, half)))
+        if value.const_value is not None:
+            n.replace_input_with(index, constant(model, f"{value.name}.half", _half_of(value.const_value, half)))
         elif value.producer() is not None and id(value.producer()) not in inner:
             n.replace_input_with(index, node(model, n, "Cast", [value], to=int(half)))
+
+
+def _half_of(tensor: ir.TensorProtocol, half: ir.DataType) -> Array | Pieces:
+    if len(tensor.shape) < 2:
+        return _rounded(tensor.numpy(), half)
+    return Pieces(
+        lambda rows, columns: _rounded(piece_of(tensor, rows, columns), half), half, tensor.shape.numpy(), tensor
+    )
 
 
 def _rounded(array: Array, half: ir.DataType) -> Array:

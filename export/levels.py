@@ -5,15 +5,25 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from .rewrite import Array
+from .pieces import Array
 
 BLOCK = 32  # weights along K that share a scale
 
 
 def rows_to_int8(rows: Array) -> tuple[Array, Array]:
     """[N,K] float -> s8 [N,K] and fp32 scales [N]: the largest magnitude of a row becomes 127."""
-    scale = np.maximum(np.abs(rows).max(axis=1), 1e-12).astype(np.float32) / np.float32(127)
-    return np.rint(rows / scale[:, None]).astype(np.int8), scale
+    scale = int8_scale(np.abs(rows).max(axis=1))
+    return to_int8(rows, scale[:, None]), scale
+
+
+def int8_scale(peaks: Array) -> Array:
+    """What 1 stands for, fp32, where the largest magnitude of what shares a scale is ``peaks``."""
+    return np.maximum(peaks, 1e-12).astype(np.float32) / np.float32(127)
+
+
+def to_int8(weights: Array, scale: Array) -> Array:
+    """s8 in the shape of ``weights``."""
+    return np.rint(weights / scale).astype(np.int8)
 
 
 def blocks_to_int8(rows: Array) -> tuple[Array, Array]:

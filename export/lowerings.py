@@ -135,10 +135,10 @@ def by_pairs(experts: nn.Module, gate: Mapping[str, float]) -> Callable[[Tensor,
     """``MoE`` of pairs of tokens [T, H] and each one's k experts, [T, k] and how much they count for (``experts.py``),
     with the weights as the checkpoint has them: for ``experts.arrange``."""
     layout = {"concatenated": int(experts.is_concatenated), "transposed": int(experts.is_transposed)}
-    biases = [experts.gate_up_proj_bias, experts.down_proj_bias] if experts.has_bias else [None, None]
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, k = top_k_index.shape
+        biases = [experts.gate_up_proj_bias, experts.down_proj_bias] if experts.has_bias else [None, None]
         pairs = hidden_states.repeat_interleave(k, dim=0)
         chosen = nn.functional.one_hot(top_k_index.reshape(-1), experts.gate_up_proj.shape[0]).to(pairs.dtype)
         inputs = (pairs, chosen, experts.gate_up_proj, biases[0], experts.down_proj, biases[1])

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import FileEntry, Model, ModelEntry
-from ..engines import ONE_ROW, Engine, open_engine
+from ..engines import ONE_ROW, Engine
 from ..engines.base import FeatureEngine, TreeEngine
+from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
 
@@ -79,15 +80,22 @@ class Parity:
 
 
 def check_graph(
-    entry: ModelEntry, truth: Truth, graph: Path, step: str, progress: Callable[[str], None], variant: str = "canonical"
+    entry: ModelEntry,
+    truth: Truth,
+    graph: Path,
+    step: str,
+    progress: Callable[[str], None],
+    variant: str = "canonical",
+    *,
+    lean: bool = False,
 ) -> float:
     """The largest difference between a graph's logits and ``truth``, told to ``progress`` as what ``step`` made.
-    Raises ExportError (ImprecisionError below fp32) naming both if it is not what the precision of ``entry`` explains,
-    or the engine cannot run it."""
+    ``lean`` as for ``open_session``. Raises ExportError (ImprecisionError below fp32) naming both if it is not what the
+    precision of ``entry`` explains, or the engine cannot run it."""
     named = f"{entry.architecture}, {step}"
     there = dataclasses.replace(entry, variants={variant: FileEntry(graph.name, "", 0)})
     try:
-        engine = open_engine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant)
+        engine = SlotEngine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant, lean=lean)
         try:
             parity = measure(truth, engine, batched=variant not in ONE_ROW)
             roomy = measure_roomy(truth, engine) if entry.precision == "fp32" else None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
 from .gqa import to_gqa, to_gqa_even, to_grouped, to_nonpad
-from .rewrite import Array, array_of, constant, dims, evaluate, made_by, node, only_user, sources, swap, sweep
+from .pieces import Array, Pieces, piece_of
+from .rewrite import array_of, constant, dims, evaluate, made_by, node, only_user, sources, swap, sweep
 
 __all__ = ["pack", "simplify", "to_gqa", "to_gqa_even", "to_grouped", "to_nonpad"]
 
@@ -51,21 +53,30 @@ def pack(model: ir.Model) -> int:
 
 
 def _pack_group(model: ir.Model, group: list[ir.Node], name: str) -> None:
-    arrays = [m.inputs[1].const_value.numpy() for m in group]
-    adds = [_bias_of(m) for m in group]
-    weight = constant(model, f"{name}.weight", np.concatenate(arrays, axis=1))
-    sizes = constant(model, f"{name}.sizes", np.array([a.shape[1] for a in arrays], np.int64))
+    adds, widths = [_bias_of(m) for m in group], [dims(m.inputs[1])[1] for m in group]
+    weight = constant(model, f"{name}.weight", _side_by_side([m.inputs[1].const_value for m in group], sum(widths)))
+    sizes = constant(model, f"{name}.sizes", np.array(widths, np.int64))
     product = node(model, group[0], "MatMul", [group[0].inputs[0], weight])
     product.dtype, product.shape = weight.dtype, _with_last(group[0].inputs[0], weight.shape[1])
     if any(adds):
-        pieces = [np.zeros(a.shape[1], a.dtype) if b is None else b[1] for a, b in zip(arrays, adds, strict=True)]
-        bias = constant(model, f"{name}.bias", np.concatenate(pieces))
+        kind = weight.dtype.numpy()
+        vectors = [np.zeros(width, kind) if add is None else add[1] for width, add in zip(widths, adds, strict=True)]
+        bias = constant(model, f"{name}.bias", np.concatenate(vectors))
         product = node(model, group[0], "Add", [product, bias], like=product)
     parts = node(model, group[0], "Split", [product, sizes], outputs=len(group), axis=-1)
     for matmul, add, part in zip(group, adds, parts, strict=True):
         last = matmul if add is None else add[0]
         swap(last.outputs[0], part)
         model.graph.remove([matmul] if add is None else [add[0], matmul], safe=True)
+
+
+def _side_by_side(weights: Sequence[ir.TensorProtocol], width: int) -> Pieces:
+    """Matrices [K,N] of one K as one [K,width]."""
+
+    def make(rows: slice, columns: slice) -> Array:
+        return np.concatenate([piece_of(weight, rows) for weight in weights], axis=1)[:, columns]
+
+    return Pieces(make, weights[0].dtype, (weights[0].shape[0], width), weights)
 
 
 def _bias_of(matmul: ir.Node) -> tuple[ir.Node, Array] | None:

@@ -14,8 +14,9 @@ import onnx_ir as ir
 from ..errors import ExportError
 from .experts import experts_apart, quantize_experts, routers_of
 from .half import to_half
-from .levels import BLOCK, columns_to_int4, int4_to_rows, rows_to_int4, rows_to_int8
+from .levels import BLOCK, columns_to_int4, int4_to_rows, int8_scale, rows_to_int4, to_int8
 from .linear import Linear, linear_of
+from .pieces import Array, Pieces, piece_of, steps
 from .rewrite import CONTRIB, array_of, constant, dims, made_by, node, swap, sweep
 from .smooth import Rounding
 
@@ -101,7 +102,7 @@ def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value 
     left, routers = [], routers_of(model)
     for n in list(model.graph):
         linear = linear_of(n)
-        if linear is None or linear.rows.shape[0] < _FEWEST_COLUMNS or n in routers or _gives_features(n):
+        if linear is None or linear.shape[0] < _FEWEST_COLUMNS or n in routers or _gives_features(n):
             continue
         result = rewrite(model, linear)
         if result is None:
@@ -116,19 +117,49 @@ def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value 
 
 def _int8(model: ir.Model, linear: Linear) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
-    levels, scale = _quantized_input(model, before, before.inputs[0], linear.rows.shape[1])
-    rows, channel_scale = rows_to_int8(linear.rows)
+    levels, scale = _quantized_input(model, before, before.inputs[0], linear.shape[1])
+    channel_scale = int8_scale(_peaks(linear))
     if linear.tied:
-        table = constant(model, f"{name}.s8", rows)
+        table = constant(model, f"{name}.s8", _int8_table(linear.tensor, channel_scale))
         weight = node(model, before, "Transpose", [table], perm=[1, 0])
     else:
-        weight = constant(model, f"{name}.s8", np.ascontiguousarray(rows.T))
+        weight = constant(model, f"{name}.s8", _int8_columns(linear, channel_scale))
     zero = constant(model, "int8.zero", np.array(128, np.uint8))
     product = node(model, before, "MatMulInteger", [levels, weight, zero])
     real = node(model, before, "Cast", [product], to=int(ir.DataType.FLOAT))
     scaled = node(model, before, "Mul", [real, constant(model, f"{name}.scale", channel_scale)])
     result: ir.Value = node(model, before, "Mul", [scaled, scale], like=before.outputs[0])
     return result
+
+
+def _peaks(linear: Linear) -> Array:
+    """The largest magnitude of each output channel [N]."""
+    peaks = np.zeros(linear.shape[0], np.float32)
+    for at in steps(linear.tensor.shape.numpy()):
+        piece = np.abs(piece_of(linear.tensor, at))
+        if linear.by_row:
+            peaks[at] = piece.max(axis=1)
+        else:
+            np.maximum(peaks, piece.max(axis=0), out=peaks)
+    return peaks
+
+
+def _int8_table(table: ir.TensorProtocol, scale: Array) -> Pieces:
+    """s8 [V,H] with a ``scale`` [V] for each row."""
+
+    def make(rows: slice, columns: slice) -> Array:
+        return to_int8(piece_of(table, rows, columns), scale[rows, None])
+
+    return Pieces(make, ir.DataType.INT8, table.shape.numpy(), table)
+
+
+def _int8_columns(linear: Linear, scale: Array) -> Pieces:
+    """s8 [K,N] with a ``scale`` [N] for each column."""
+
+    def make(rows: slice, columns: slice) -> Array:
+        return to_int8(linear.part(columns, rows).T, scale[columns])
+
+    return Pieces(make, ir.DataType.INT8, linear.shape[::-1], linear.tensor)
 
 
 def _quantized_input(model: ir.Model, before: ir.Node, value: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
@@ -168,9 +199,9 @@ def _same(a: ir.Value, b: ir.Value) -> bool:
 
 def _int4(model: ir.Model, linear: Linear) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
-    packed, scale = rows_to_int4(linear.rows)
-    table, scales = constant(model, f"{name}.u4", packed), constant(model, f"{name}.scale", scale)
-    count, width = linear.rows.shape
+    count, width = linear.shape
+    scale = np.concatenate([rows_to_int4(linear.part(at))[1] for at in steps((count, width))])
+    table, scales = constant(model, f"{name}.u4", _int4_rows(linear)), constant(model, f"{name}.scale", scale)
     sizes = {"N": count, "K": width, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
     inputs = [before.inputs[0], table, scales]
     result: ir.Value = node(model, before, "MatMulNBits", inputs, domain=CONTRIB, like=before.outputs[0], **sizes)
@@ -180,9 +211,19 @@ def _int4(model: ir.Model, linear: Linear) -> ir.Value:
     return result
 
 
+def _int4_rows(linear: Linear) -> Pieces:
+    """u8 [N, K/32, 16], as ``rows_to_int4`` makes them."""
+
+    def make(rows: slice, blocks: slice) -> Array:
+        return rows_to_int4(linear.part(rows))[0][:, blocks]
+
+    count, width = linear.shape
+    return Pieces(make, ir.DataType.UINT8, (count, -(-width // BLOCK), BLOCK // 2), linear.tensor)
+
+
 def _int4_blocks(model: ir.Model, linear: Linear) -> ir.Value | None:
     before, name = linear.product, str(linear.weight.name)
-    if linear.rows.shape[1] % BLOCK:
+    if linear.shape[1] % BLOCK:
         return None
     levels, scale = columns_to_int4(linear.rows.T)
     packed, scales = constant(model, f"{name}.s4", levels), constant(model, f"{name}.scale", scale)
@@ -205,11 +246,11 @@ def _lookup_int4(model: ir.Model, lookup: ir.Node, table: ir.Value, scales: ir.V
 def _embeddings_to_int8(model: ir.Model) -> None:
     """Tables looked up by token: s8 rows, each with its scale; a tied int8 head has made the same table already."""
     for lookup in [n for n in model.graph if n.op_type == "Gather" and n.inputs[1].name == "input_ids"]:
-        table = array_of(lookup.inputs[0])
-        if table is None or table.ndim != 2 or table.dtype != np.float32:
+        table = lookup.inputs[0].const_value
+        if table is None or len(table.shape) != 2 or table.dtype != ir.DataType.FLOAT:
             continue
-        rows, scale = rows_to_int8(table)
-        name = lookup.inputs[0].name
+        scale = int8_scale(np.concatenate([np.abs(piece_of(table, at)).max(1) for at in steps(table.shape.numpy())]))
+        name, rows = lookup.inputs[0].name, _int8_table(table, scale)
         levels = node(model, lookup, "Gather", [constant(model, f"{name}.s8", rows), lookup.inputs[1]], axis=0)
         scales = constant(model, f"{name}.row_scale", scale[:, None])
         scales = node(model, lookup, "Gather", [scales, lookup.inputs[1]], axis=0)

@@ -7,26 +7,35 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from onnx_ir.convenience import extract
 from onnx_ir.passes import common
 
 from ..engines.providers import onnxruntime
+from .pieces import Array, Pieces
 
 CONTRIB = "com.microsoft"
-Array = NDArray[Any]
 
 
-def constant(model: ir.Model, name: str, array: Array) -> ir.Value:
+def constant(model: ir.Model, name: str, contents: Array | Pieces) -> ir.Value:
     """An initializer; one of this name with these contents is used again, one with others makes the name longer."""
     while (known := model.graph.initializers.get(name)) is not None:
-        if known.dtype == ir.DataType.from_numpy(array.dtype) and np.array_equal(known.const_value.numpy(), array):
+        if _is(known.const_value, contents):
             return known
         name += "_"
-    value = ir.Value(name=name, const_value=ir.tensor(array, name=name))
-    value.dtype, value.shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
+    tensor = contents if isinstance(contents, Pieces) else ir.tensor(contents)
+    tensor.name = name
+    value = ir.Value(name=name, const_value=tensor)
+    value.dtype, value.shape = tensor.dtype, tensor.shape
     model.graph.register_initializer(value)
     return value
+
+
+def _is(known: ir.TensorProtocol | None, contents: Array | Pieces) -> bool:
+    if isinstance(known, Pieces) or isinstance(contents, Pieces):
+        return isinstance(known, Pieces) and isinstance(contents, Pieces) and known.source is contents.source
+    if known is None or known.dtype != ir.DataType.from_numpy(contents.dtype):
+        return False
+    return np.array_equal(known.numpy(), contents)
 
 
 def array_of(value: ir.Value | None) -> Array | None:

@@ -12,7 +12,8 @@ import dataclasses
 
 import onnx_ir as ir
 
-from .rewrite import Array, array_of, only_user
+from .pieces import Array
+from .rewrite import array_of, only_user
 
 SCORES = 3  # which of Attention's outputs
 RAW_SCORES = {"qk_matmul_output_mode": 0}  # unmasked: runtimes differ in what the other modes are

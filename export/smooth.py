@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from ..engines.providers import onnxruntime
+from ..engines.providers import onnxruntime, read_weights_in_place
 from .linear import Linear, linear_of
-from .rewrite import Array, array_of, constant, dims
+from .pieces import Array, Pieces, piece_of, steps
+from .rewrite import array_of, constant, dims
 
 # A channel's scale is the mean of its magnitudes to one of these powers: the one that ought to cost least.
 _EXPONENTS = (0.0, 0.15, 0.3, 0.4, 0.5, 0.6, 0.75)
@@ -84,27 +85,25 @@ def observe(graph: Path, tokens: Array) -> dict[str, Array]:
     try:
         options = onnxruntime().SessionOptions()
         options.log_severity_level = 3  # that it copies a cache is of no interest here
+        read_weights_in_place(options)
         session = onnxruntime().InferenceSession(place, options, providers=["CPUExecutionProvider"])
         asked = {given.name for given in session.get_inputs()}
-        feeds = ({k: v for k, v in _feeds(model, row).items() if k in asked} for row in tokens)
-        found = [session.run(None, feed) for feed in feeds]
+        found = session.run(None, {k: v for k, v in _feeds(model, tokens).items() if k in asked})
     finally:
         place.unlink()
-    return {
-        name: np.concatenate([row.reshape(-1, row.shape[-1]) for row in rows])
-        for name, rows in zip(names, zip(*found, strict=True), strict=True)
-    }
+    return {name: rows.reshape(-1, rows.shape[-1]) for name, rows in zip(names, found, strict=True)}
 
 
-def _feeds(model: ir.Model, row: Array) -> dict[str, Array]:
-    """The inputs of a canonical graph that reads a text from its beginning."""
-    every, start = np.arange(row.size, dtype=np.int64)[None], np.zeros(1, np.int64)
+def _feeds(model: ir.Model, tokens: Array) -> dict[str, Array]:
+    """The inputs of a canonical graph that reads texts [rows, length] from their beginnings."""
+    rows, length = tokens.shape
+    every, start = np.tile(np.arange(length, dtype=np.int64), (rows, 1)), np.zeros(rows, np.int64)
     past = {
-        str(v.name): np.zeros((1, dims(v)[1], row.size, dims(v)[3]), np.float32)
+        str(v.name): np.zeros((rows, dims(v)[1], length, dims(v)[3]), np.float32)
         for v in model.graph.inputs
         if str(v.name).startswith("past_key_values.")
     }
-    return {"input_ids": row[None], "position_ids": every, "logit_index": every, "past_lens": start, **past}
+    return {"input_ids": tokens, "position_ids": every, "logit_index": every, "past_lens": start, **past}
 
 
 def best_scale(seen: Array, weights: Sequence[Array], rounding: Rounding) -> Array | None:
@@ -143,7 +142,7 @@ def _squared_peaks(rows: Array, block: int | None) -> Array:
 
 def _parts(rows: Array) -> Iterator[Array]:
     """A table in pieces, for what is made of it is as large."""
-    return (rows[start : start + 4096] for start in range(0, len(rows), 4096))
+    return (rows[at] for at in steps(rows.shape))
 
 
 def _blocks(rows: Array, block: int | None) -> Array:
@@ -193,7 +192,7 @@ def _places(value: ir.Value, width: tuple[int, ...]) -> list[_Place]:
     if n.op_type == "Split":
         return _part(n, value)
     linear = linear_of(n)
-    if linear is not None and linear.transposed is None and linear.rows.shape[:1] == width:
+    if linear is not None and linear.transposed is None and linear.shape[:1] == width:
         bias = [_Place(n, 2)] if len(n.inputs) == 3 and dims(n.inputs[2]) == width else []
         return [_Place(n, 1, axis=0 if linear.by_row else 1), *bias] if len(n.inputs) == 2 or bias else []
     return []
@@ -247,18 +246,15 @@ def _times(model: ir.Model, value: ir.Value, factor: Array) -> ir.Value:
     old = value.const_value
     assert old is not None
 
-    def product() -> ir.TensorProtocol:
-        found = ir.tensor(old.numpy() * factor)
-        _unmap([old])
-        return found
+    if len(old.shape) == 1:
+        return constant(model, f"{value.name}.smooth", old.numpy() * factor)
+    factors = np.broadcast_to(factor, old.shape.numpy())
 
-    lazy = ir.LazyTensor(product, ir.DataType.FLOAT, old.shape, name=value.name)
-    name = f"{value.name}.smooth"
-    while name in model.graph.initializers:
-        name += "_"
-    new = ir.Value(name=name, const_value=lazy, shape=old.shape, type=ir.TensorType(ir.DataType.FLOAT))
-    model.graph.register_initializer(new)
-    return new
+    def make(rows: slice, columns: slice) -> Array:
+        scaled: Array = piece_of(old, rows, columns) * factors[rows, columns]
+        return scaled
+
+    return constant(model, f"{value.name}.smooth", Pieces(make, ir.DataType.FLOAT, old.shape.numpy(), factors))
 
 
 def _unmap(weights: Sequence[ir.TensorProtocol | None]) -> None:

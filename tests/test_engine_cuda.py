@@ -42,8 +42,8 @@ def device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotEngine
     """An engine that thinks it is on a GPU: sessions are the CPU's, device memory is the host's."""
     opened = ort.open_session
 
-    def on_the_host(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
-        return Watched(opened(path, provider="cpu", threads=threads), graphs)
+    def on_the_host(path: Path, *, provider: str, graphs: bool, **how: Any) -> Any:
+        return Watched(opened(path, provider="cpu", **how), graphs)
 
     monkeypatch.setattr(ort, "open_session", on_the_host)
     monkeypatch.setattr(ort, "Cuda", HostCuda)
@@ -199,10 +199,10 @@ def test_a_graph_that_onnx_runtime_refuses_to_open_is_opened_without(
 ) -> None:
     opened = ort.open_session
 
-    def refusing(path: Path, *, provider: str, threads: int, graphs: bool = False) -> Any:
+    def refusing(path: Path, *, graphs: bool, **how: Any) -> Any:
         if graphs:
             raise EngineError("not all nodes are on the CUDA provider")
-        return opened(path, provider=provider, threads=threads)
+        return opened(path, graphs=graphs, **how)
 
     monkeypatch.setattr(ort, "open_session", refusing)
     engine = SlotEngine(model, provider="cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import shutil
@@ -19,6 +20,7 @@ import onnx_ir as ir  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
+from leadout.engines import ort  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build, canonical  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
@@ -293,6 +295,29 @@ def test_nobody_holds_the_weights_while_a_graph_is_checked(
         finally:
             gc.enable()
     assert len(held) == (9 if precision == "fp32" else 10) and max(held) < before + weights / 5
+
+
+def test_graphs_that_nobody_will_run_are_checked_with_their_weights_in_the_file(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that will be run are opened as they will be."""
+
+    def opened(path: Path, **how: Any) -> Any:
+        session = open_session(path, **how)
+        options, found = session.get_session_options(), list[str]()
+        for key in ("session.disable_prepacking", "optimization.constant_folding_max_output_size_in_bytes"):
+            with contextlib.suppress(RuntimeError):  # it has no such entry
+                found.append(options.get_session_config_entry(key))
+        assert found in ([], ["1", str(1 << 20)])
+        lean[path.name] = bool(found)
+        return session
+
+    lean, open_session = dict[str, bool](), ort.open_session
+    monkeypatch.setattr(ort, "open_session", opened)
+    bundle = export_pair(save(), None, tmp_path / "out", precision="int8")
+    scratch = {"capture.onnx", "simplify.onnx", "pack.onnx"}
+    assert {name for name, is_lean in lean.items() if is_lean} == scratch
+    assert {*lean} - scratch == {path.name for path in (bundle / "target").glob("*.onnx")}
 
 
 def test_a_target_that_drafts_for_itself_is_captured_once(save: Save, tmp_path: Path) -> None:

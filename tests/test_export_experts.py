@@ -254,7 +254,12 @@ MUTANTS = [
     ("fp32", Mutant("experts count alike", lowerings, "by_pairs", "made * top_k_weights.reshape(-1, 1)", "made / k")),
     ("fp32", Mutant("experts have single pairs", build, "never_alone", "_mixtures(model)", "[]")),
     ("int8", Mutant("routers are rounded", quantize, "routers_of", "return found", "return set()")),
-    ("int8", Mutant("experts are not rounded", quantize, "quantize_experts", "or second.shape[2] % BLOCK", "or True")),
+    (
+        "int8",
+        Mutant(
+            "experts are not rounded", quantize, "quantize_experts", "dims(n.inputs[at])[2] % BLOCK for", "True for"
+        ),
+    ),
     (
         "int8",
         Mutant(
