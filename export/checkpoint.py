@@ -61,8 +61,10 @@ class Checkpoint:
         """Free the memory of the weights, whoever still refers to them (torch's exporter does to what it saw last): the
         model is of no more use."""
         for weight in self.model.parameters():
-            if not isinstance(weight, Stored):  # which is in no memory
-                weight.data = torch.empty(0)
+            memory = weight.untyped_storage()
+            weight.data = torch.empty(0)
+            if isinstance(weight, Stored) and memory.resizable():  # not a file's pages, and others look at it
+                memory.resize_(0)
 
 
 def read_config(source: str | Path) -> Any:

@@ -28,7 +28,7 @@ LEAST = 1 << 18  # elements of a matrix that stays as it is: smaller ones are fe
 NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 # What says something of a tensor and reads nothing of it, but for its type; and what gives the same tensor again.
 _TOLD = frozenset(
-    ("shape", "size", "stride", "dim", "ndim", "numel", "device", "is_floating_point", "data_ptr", "nbytes")
+    ("shape", "size", "stride", "dim", "ndim", "numel", "device", "is_floating_point", "data_ptr", "untyped_storage")
 )
 _SAME = frozenset(("detach", "data", "requires_grad_"))
 
@@ -53,13 +53,18 @@ class Stored(Tensor):  # type: ignore[misc]
             if name == "linear" and len(args) > 1 and isinstance(args[1], cls):
                 return _linear(*args, **kwargs)
             if name in ("embedding", "__getitem__"):  # what is picked is widened, not what it is picked from
-                return func(*args, **kwargs).float()
+                found = func(*args, **kwargs)
+                return found.as_subclass(cls) if _is_part(found, args[0]) else found.float()
             return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
 
     def narrow_form(self) -> Tensor:
         """The weight as it is stored."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
+
+
+def _is_part(found: Tensor, whole: Tensor) -> bool:
+    return found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _widened(value: Any) -> Any:
@@ -78,7 +83,8 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def keep_stored(model: PreTrainedModel) -> None:
-    """Let the narrow weights of ``model`` be Stored, in place."""
+    """Let the narrow weights of ``model`` be Stored, in place. Experts are looked at one by one then: other ways want
+    all of a layer's at once."""
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -86,6 +92,8 @@ def keep_stored(model: PreTrainedModel) -> None:
                 if id(weight) not in found:
                     found[id(weight)] = nn.Parameter(weight.detach().contiguous().as_subclass(Stored), False)
                 setattr(module, name, found[id(weight)])
+    if found and isinstance(model, PreTrainedModel) and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def _is_large(shape: Sequence[int]) -> bool:

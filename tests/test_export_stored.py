@@ -116,6 +116,21 @@ def test_parts_of_a_checkpoint_are_all_looked_at(tmp_path: Path, small_ones_too:
         assert torch.equal(ours.float(), theirs.float())
 
 
+def lets_go(_patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Experts that a file has one by one are put together in memory, which is free again when nobody needs them."""
+    _, narrow = save_both("mixtral", folder)
+    checkpoint = load(narrow)
+    memory = [weight.untyped_storage() for weight in checkpoint.model.parameters() if isinstance(weight, Stored)]
+    own = [storage for storage in memory if storage.resizable()]
+    assert len(own) >= 4 and all(storage.nbytes() for storage in own)
+    checkpoint.release()
+    assert not any(storage.nbytes() for storage in own)
+
+
+def test_memory_of_its_own_is_free_again(tmp_path: Path, small_ones_too: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lets_go(monkeypatch, tmp_path)
+
+
 class Largest(TorchDispatchMode):  # type: ignore[misc]
     """How many numbers the largest float32 tensor has that was made inside."""
 
@@ -146,6 +161,7 @@ def no_more_than_asked(patch: pytest.MonkeyPatch) -> None:
         rows, ids = torch.randn(3, 5, 64), torch.tensor([[7, 499], [0, 7]])
         with Largest() as made:
             product, one, found = layer(rows), experts[0][2], table(ids)
+            assert type(one) is Stored and type(experts[0][[1, 2]]) is type(found) is torch.Tensor
         assert made.found <= max(1 << 10, 64 * 64, product.numel()) < layer.weight.numel()
         weight, bias, stack, every = (each.float() for each in narrow)
         torch.testing.assert_close(product, functional.linear(rows, weight, bias))
@@ -257,6 +273,11 @@ MUTANTS = [
     Mutant(
         "what is picked is rounded", stored.Stored, "__torch_function__", "kwargs).float()", "kwargs).half().float()"
     ),
+    Mutant("experts are widened to be picked", stored, "_is_part", "return", "return False and"),
+    Mutant("merged experts stay", Checkpoint, "release", "isinstance(weight, Stored)", "False"),
+    Mutant(
+        "memory is asked for in float32", stored.Stored, "__torch_function__", "name in _TOLD", "name in ('shape',)"
+    ),
     Mutant("a bias is forgotten", stored, "_linear", "made if bias is None else", "made if True else"),
 ]
 
@@ -264,6 +285,8 @@ MUTANTS = [
 def everything(patch: pytest.MonkeyPatch, folder: Path) -> None:
     no_more_than_asked(patch)
     views_are_known(patch)
+    (folder / "mixture").mkdir()
+    lets_go(patch, folder / "mixture")
     same_graph(patch, folder, "phi3", tie_word_embeddings=True)
 
 
