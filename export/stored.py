@@ -64,7 +64,8 @@ class Stored(Tensor):  # type: ignore[misc]
 
 
 def _is_part(found: Tensor, whole: Tensor) -> bool:
-    return found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    here, there = (tensor.untyped_storage().data_ptr() for tensor in (found, whole))
+    return bool(here == there)
 
 
 def _widened(value: Any) -> Any:
