@@ -1,7 +1,7 @@
 """How a checkpoint becomes a canonical graph on disk: captured, simplified, packed, and checked after each.
 
-From its capture on a model's weights are files that are mapped, and torch lets go of its own: so an export needs the
-memory of the weights in float32 once, be it torch's or what ONNX Runtime packs for a check, and not of all its copies.
+From its capture on a model's weights are files that are mapped, and torch lets go of its own; these graphs are checked
+with their weights in the file. So nobody holds all of a model in float32 (``stored.py``, ``pieces.py``).
 """
 
 from __future__ import annotations

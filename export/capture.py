@@ -257,8 +257,7 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
 
 
 def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: FeatureHead | None = None) -> ir.Model:
-    """Trace ``model`` (in eval mode) into the canonical graph; ``reader``: the head that drafts from its
-    features.
+    """Trace ``model`` (in eval mode) into the canonical graph; ``reader``: the head that drafts from its features.
 
     Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
     """

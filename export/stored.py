@@ -161,7 +161,7 @@ class Standins:
 
     def fill(self, graph: ir.Graph) -> None:
         """Let the initializers that lie in here be what they stand for, read when they are asked for."""
-        spans = sorted((empty.data_ptr(), empty.nbytes, weight) for empty, weight in self._of.values())
+        spans = [(empty.data_ptr(), empty.nbytes, weight) for empty, weight in self._of.values()]
         for value in graph.initializers.values():
             if spans and value.const_value is not None and value.const_value.size >= LEAST:
                 array = value.const_value.numpy()
@@ -173,8 +173,8 @@ class Standins:
 
 def _view_of(narrow: Tensor, array: Array, offset: int) -> Pieces:
     """Of a stored weight what ``array`` is of its standin, in float32."""
-    steps = [step // array.itemsize for step in array.strides]
-    view = narrow.as_strided(array.shape, steps, offset // array.itemsize)
+    strides = [stride // array.itemsize for stride in array.strides]
+    view = narrow.as_strided(array.shape, strides, offset // array.itemsize)
 
     def make(rows: slice, columns: slice) -> Array:
         part = view[rows, columns]

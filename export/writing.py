@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import re
@@ -49,7 +50,8 @@ def aside(place: Path, progress: Callable[[str], None]) -> Iterator[Path]:
         with _lock(folder):
             if (place / MANIFEST).is_file():
                 progress(f"replacing the bundle at {place}, with its engines and tuned.json")
-            yield folder
+            with _room(place):
+                yield folder
             with _named(place):
                 if place.exists():
                     place.rename(old)
@@ -124,6 +126,19 @@ def _lock(folder: Path) -> Iterator[bool]:
         yield had
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def _room(place: Path) -> Iterator[None]:
+    """A disk that is full inside becomes an ExportError that says how much it takes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ExportError(
+            f"cannot write beside '{place}': {error.strerror}; an export takes 8 bytes a parameter there while it runs"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -264,6 +266,25 @@ def test_a_graph_that_is_not_the_model_is_never_written(
     monkeypatch.setattr(canonical, "simplify", damage)
     with pytest.raises(ExportError, match="LlamaForCausalLM, simplify: logits differ from transformers by"):
         export_pair(save(), None, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_with_what_an_export_takes(
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(reason: int) -> Callable[..., None]:
+        def write(*_: Any, **__: Any) -> None:
+            raise OSError(reason, os.strerror(reason))
+
+        return write
+
+    source = save()
+    monkeypatch.setattr(ir, "save", fails(errno.ENOSPC))
+    with pytest.raises(ExportError, match=r"^cannot write beside '.*out': No space left .*; an export takes 8 bytes a"):
+        export_pair(source, None, tmp_path / "out")
+    monkeypatch.setattr(ir, "save", fails(errno.EIO))
+    with pytest.raises(OSError, match="error"):
+        export_pair(source, None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
