@@ -83,7 +83,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return made if bias is None else made + _widened(bias)
 
 
-def keep_stored(model: PreTrainedModel) -> None:
+def keep_stored(model: nn.Module) -> None:
     """Let the narrow weights of ``model`` be Stored, in place. Experts are looked at one by one then: other ways want
     all of a layer's at once."""
     found: dict[int, nn.Parameter] = {}

@@ -13,6 +13,7 @@ from support_graphs import Nodes, Shape, entry, graph, reference, tokens
 from leadout.bundle import Model, file_entry
 from leadout.engines.ort import SlotEngine
 from leadout.export.levels import rows_to_int8
+from leadout.export.linear import linear_of
 from leadout.export.passes import pack, simplify
 from leadout.export.quantize import ROUNDINGS, quantize
 from leadout.export.rewrite import array_of
@@ -101,6 +102,17 @@ def test_a_tied_table_is_still_stored_once_and_no_scaled_weight_is_left_in_float
         assert len(tables) == 1 and tables[0].numpy().dtype == kind
         matrices = [v for v in model.graph.initializers.values() if v.dtype == ir.DataType.FLOAT and len(v.shape) == 2]
         assert all(v.const_value.size < 4096 or "scale" in v.name for v in matrices)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_seen_is_what_the_model_computes(form: str, tmp_path: Path) -> None:
+    """Of several texts at once, each from its beginning: what the head reads makes the logits of each alone."""
+    c, texts = Shape(**FORMS[form]), tokens(Shape(**FORMS[form]), 3, 16, seed=2)
+    packed = canonical(c, tmp_path)
+    seen, model = observe(packed, texts), ir.load(packed)
+    (head,) = (found for n in model.graph if (found := linear_of(n)) is not None and found.shape[0] == c.vocab)
+    made = seen[str(head.product.inputs[0].name)] @ head.rows.T
+    assert error(made.reshape(3, 16, -1), np.stack([reference(c, text) for text in texts])) < 1e-5
 
 
 def test_observing_leaves_nothing_behind(tmp_path: Path) -> None:
