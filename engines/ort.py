@@ -15,9 +15,9 @@ from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache
 from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
-from .pages import Pages
-from .providers import first_line, open_session
+from .providers import first_line
 from .rounding import even_from, uneven
+from .sessions import Sessions
 from .tensorrt.cuda import Cuda
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, choose, without_equal_bits
 
@@ -53,7 +53,8 @@ class SlotEngine:
         lean: bool = False,
     ) -> None:
         self._model, self._provider, self._pinned = model, provider, variant
-        self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
+        self._sessions = Sessions(model, provider=provider, threads=threads, lean=lean)
+        self._pages = self._sessions.pages
         self._alone: tuple[str, ...] = ROUNDING_ALIKE if exact else SOONEST
         if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
             raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
@@ -72,8 +73,6 @@ class SlotEngine:
         )
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" else 0
-        self._sessions: dict[tuple[str, bool], Any] = {}
-        self._pages = Pages(provider == "cpu" and not lean)
         self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
@@ -83,7 +82,7 @@ class SlotEngine:
         self._device_logits: LogitStore | None = None
         self._closed, self._resets = False, 0
         self._told: list[Features] = [NOTHING]
-        self._graphs, self._recorded, self.graph_error = False, 0, ""
+        self._recorded = 0  # CUDA graphs
         self.reset(1)
         if exact and provider == "cpu":
             self._settle()
@@ -108,15 +107,20 @@ class SlotEngine:
     @property
     def graphs(self) -> bool:
         """Whether steps may become CUDA graphs. Setting it forgets those there are."""
-        return self._graphs
+        return self._sessions.graphs
 
     @graphs.setter
     def graphs(self, wanted: bool) -> None:
         if wanted and self._provider != "cuda":
             raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
-        self._graphs, self.graph_error = wanted, ""
+        self._sessions.graphs, self._sessions.error = wanted, ""
         self._forget_steps()
         self._run_by(self._variant)
+
+    @property
+    def graph_error(self) -> str:
+        """Why steps cannot become CUDA graphs; empty while they can."""
+        return self._sessions.error
 
     @property
     def even(self) -> bool:
@@ -261,7 +265,8 @@ class SlotEngine:
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             if not step.recorded:
                 raise self._failed(error) from None
-            self.graphs, self.graph_error = False, first_line(error)
+            self.graphs = False
+            self._sessions.refuse_graphs(first_line(error))
             return again()
         if step.logits is not None:
             return step.logits
@@ -296,7 +301,7 @@ class SlotEngine:
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
             self.even = True
             return
-        self._open(variant, graphs=self._graphs)
+        self._open(variant)
         self._release()
         self._variant = variant
         self.even = True
@@ -345,21 +350,10 @@ class SlotEngine:
             return self._pinned
         return choose(self._model.entry.variants, batch, self._provider, self._alone)
 
-    def _open(self, variant: str, *, graphs: bool) -> Any:
-        """The session of a variant; without CUDA graphs, for good, where one that has them cannot be opened."""
+    def _open(self, variant: str, *, branching: bool = False) -> Any:
+        """See Sessions.open. Raises EngineError where the engine is closed, too."""
         self._check_open()
-        if (variant, graphs) not in self._sessions:
-            path = self._model.path(variant)
-            try:
-                with self._pages.opening():
-                    session = open_session(path, graphs=graphs, **self._how)
-            except EngineError as error:
-                if not graphs:
-                    raise
-                self._graphs, self.graph_error = False, str(error)
-                return self._open(variant, graphs=False)
-            self._sessions[variant, graphs] = session
-        return self._sessions[variant, graphs]
+        return self._sessions.open(variant, branching=branching)
 
     def _name_graph(self, step: Step, width: int) -> None:
         """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
@@ -370,7 +364,7 @@ class SlotEngine:
 
     def _run_by(self, graph: str) -> None:
         """Steps that do not branch are ``graph``'s from now on."""
-        self._session = self._open(graph, graphs=self._graphs)
+        self._session = self._open(graph)
         self._steps = self._steps_of.setdefault(graph, {})
 
     def _forget_steps(self) -> None:
@@ -396,12 +390,12 @@ class SlotEngine:
             self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
-        session = self._open(self._branching(), graphs=False) if seen else self._session
+        session = self._open(self._branching(), branching=True) if seen else self._session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
         step = Step.shaped(session, (rows, width, shape[1], seen), self._least_width, flat, self._cuda)
         if self._spec.features:
             step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
-        elif self._graphs and not seen:
+        elif self.graphs and not seen:
             self._name_graph(step, width)
         step.bind(self._cache, (store.address, self._spec.vocab_size) if (store := self._device_logits) else None)
         self._steps[rows, width, wanted, seen] = step

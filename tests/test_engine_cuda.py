@@ -14,7 +14,7 @@ from support_runtime import collect
 from support_tensorrt_host import HostCuda
 
 from leadout.bundle import Model
-from leadout.engines import ort
+from leadout.engines import ort, sessions
 from leadout.engines.graphs import Recording
 from leadout.engines.memory import CudaBuffer
 from leadout.engines.ort import SlotEngine
@@ -40,12 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture
 def device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotEngine]:
     """An engine that thinks it is on a GPU: sessions are the CPU's, device memory is the host's."""
-    opened = ort.open_session
+    opened = sessions.open_session
 
     def on_the_host(path: Path, *, provider: str, graphs: bool, **how: Any) -> Any:
         return Watched(opened(path, provider="cpu", **how), graphs)
 
-    monkeypatch.setattr(ort, "open_session", on_the_host)
+    monkeypatch.setattr(sessions, "open_session", on_the_host)
     monkeypatch.setattr(ort, "Cuda", HostCuda)
     monkeypatch.setattr(CudaBuffer, "device", "cpu")
     engine = SlotEngine(model, provider="cuda")
@@ -179,7 +179,7 @@ def test_the_check_on_a_gpu_measures_both_and_leaves_the_switch_as_it_was(device
         found = graph_gain(device, 2, 16)
         assert min(found["with"], found["without"]) > 0 and device.graphs is graphs
         assert found["identical_logits"] is True and found["error"] == ""
-    assert {name for name in device._sessions["nonpad", True].runs if name != "-1"} != set()
+    assert {name for name in device._sessions.kept["nonpad", True].runs if name != "-1"} != set()
 
 
 def test_a_graph_that_cannot_be_recorded_is_done_without_and_the_reason_kept(device: SlotEngine) -> None:
@@ -197,14 +197,14 @@ def test_a_graph_that_cannot_be_recorded_is_done_without_and_the_reason_kept(dev
 def test_a_graph_that_onnx_runtime_refuses_to_open_is_opened_without(
     model: Model, device: SlotEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = ort.open_session
+    opened = sessions.open_session
 
     def refusing(path: Path, *, graphs: bool, **how: Any) -> Any:
         if graphs:
             raise EngineError("not all nodes are on the CUDA provider")
         return opened(path, graphs=graphs, **how)
 
-    monkeypatch.setattr(ort, "open_session", refusing)
+    monkeypatch.setattr(sessions, "open_session", refusing)
     engine = SlotEngine(model, provider="cuda")
     engine.graphs = True
     assert not engine.graphs and "not all nodes" in engine.graph_error
@@ -252,7 +252,7 @@ def test_trees_stay_on_the_device_too(device: SlotEngine, model: Model, graphs: 
         engine.forward(rows, at(0, 0))
     found, expected = device.forward_tree(fed, at(30, 21), sees), np.array(cpu.forward_tree(fed, at(30, 21), sees))
     assert host(device).moved == {"up": graphs * 8 * (2 * 30 * 2 + 2 + 2 * 30), "down": 0}, "those of the prompt"
-    assert device._sessions["tree", False].runs == [None]
+    assert device._sessions.kept["tree", False].runs == [None]
     assert np.array_equal(np.asarray(found), expected)
     for engine in (device, cpu):
         engine.compact(0, 31, [1, 3, 4])

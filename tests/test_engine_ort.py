@@ -164,7 +164,7 @@ def test_a_small_model_has_a_graph_of_its_own_for_steps_that_may_round_as_they_l
     fresh = SlotEngine(models["fp32"], exact=True)
 
     def graph() -> str:
-        return next(name for (name, _), session in engine._sessions.items() if session is engine._session)
+        return next(name for (name, _), session in engine._sessions.kept.items() if session is engine._session)
 
     def same_step(past: int) -> bool:
         steps = [each.forward(row[:, past : past + 1], at(past))[0].copy() for each in (engine, bare)]
@@ -192,7 +192,8 @@ def test_a_small_model_has_a_graph_of_its_own_for_steps_that_may_round_as_they_l
     monkeypatch.setattr(variants, "_SMALL", models["fp32"].entry.parameters - 1)
     for each in (engine, pinned):
         each.even = False
-        assert set(each._sessions) >= {("gqa_even", False)} and each._session is each._sessions["gqa_even", False]
+        kept = each._sessions.kept
+        assert set(kept) >= {("gqa_even", False)} and each._session is kept["gqa_even", False]
 
 
 def test_a_step_of_one_token_has_a_slot_to_spare(models: dict[str, Model]) -> None:
@@ -358,7 +359,7 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
         engine.even = False
     with pytest.raises(EngineError, match="closed"):
         engine.reserve(4)
-    assert not engine._sessions, "and nothing is opened anew"
+    assert not engine._sessions.kept, "and nothing is opened anew"
 
 
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:

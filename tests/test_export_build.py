@@ -22,7 +22,7 @@ import onnx_ir as ir  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
-from leadout.engines import ort  # noqa: E402
+from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build, canonical  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
@@ -333,8 +333,8 @@ def test_graphs_that_nobody_will_run_are_checked_with_their_weights_in_the_file(
         lean[path.name] = bool(found)
         return session
 
-    lean, open_session = dict[str, bool](), ort.open_session
-    monkeypatch.setattr(ort, "open_session", opened)
+    lean, open_session = dict[str, bool](), sessions.open_session
+    monkeypatch.setattr(sessions, "open_session", opened)
     bundle = export_pair(save(), None, tmp_path / "out", precision="int8")
     scratch = {"capture.onnx", "simplify.onnx", "pack.onnx"}
     assert {name for name, is_lean in lean.items() if is_lean} == scratch

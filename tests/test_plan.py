@@ -65,7 +65,7 @@ def test_weights_are_the_blob_as_often_as_sessions_pack_it(tmp_path: Path) -> No
         for rows in (1, 3):
             engine.reset(rows)
             engine.even = False
-            assert plan(planned, load(batch=rows)).weights == len(engine._sessions) * blob
+            assert plan(planned, load(batch=rows)).weights == len(engine._sessions.kept) * blob
         engine.close()
     assert [plan(large, load(batch=rows)).weights for rows in (1, 3)] == [blob, 2 * blob]
     assert plan(model, load(provider="cuda")).weights == blob

@@ -10,7 +10,7 @@ from support_graphs import Shape, write
 from test_mutants import Mutant, must_die
 
 from leadout.bundle import Model
-from leadout.engines import base, ort
+from leadout.engines import base, sessions
 from leadout.engines.base import MAX_STEP, MAX_TOGETHER, ModelSpec
 from leadout.engines.ort import SlotEngine
 from leadout.engines.toy import ToyEngine, table_law
@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant("as much of each row as of one", steps.Stepper, "_widest", "spec.chunk(len(past))", "spec.max_step"),
     Mutant("one row takes what many do", base.ModelSpec, "chunk", "self.max_step,", "self.max_together,"),
     Mutant("nothing of too many", base.ModelSpec, "chunk", "max(1, ", "max(0, "),
-    Mutant("memory is planned", ort, "open_session", "options.enable_mem_pattern = False", "pass"),
+    Mutant("memory is planned", sessions, "open_session", "options.enable_mem_pattern = False", "pass"),
 ]
 
 

@@ -1,0 +1,50 @@
+"""Keeps the sessions of a model's graphs: each is opened when it is first needed, with CUDA graphs where that is wanted
+and possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bundle import Model
+from ..errors import EngineError
+from .pages import Pages
+from .providers import open_session
+
+
+class Sessions:
+    """Sessions on one provider. ``kept`` has those that are open, by variant and whether they record CUDA graphs,
+    ``pages`` where their weights are.
+
+    ``graphs`` is whether steps may become CUDA graphs (cuda only); ``error`` says why they cannot, and is empty while
+    they can. ``lean``: see ``open_session``.
+    """
+
+    def __init__(self, model: Model, *, provider: str, threads: int, lean: bool) -> None:
+        self._model = model
+        self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
+        self.pages = Pages(provider == "cpu" and not lean)
+        self.kept: dict[tuple[str, bool], Any] = {}
+        self.graphs, self.error = False, ""
+
+    def open(self, variant: str, *, branching: bool = False) -> Any:
+        """The session of a variant, of which the steps of trees (``branching``) are not recorded. Without CUDA graphs,
+        for good, where one that has them cannot be opened. Raises EngineError where none can."""
+        which = variant, self.graphs and not branching
+        if which not in self.kept:
+            try:
+                with self.pages.opening():
+                    self.kept[which] = open_session(self._model.path(variant), graphs=which[1], **self._how)
+            except EngineError as error:
+                if not which[1]:
+                    raise
+                self.refuse_graphs(str(error))
+                return self.open(variant)
+        return self.kept[which]
+
+    def refuse_graphs(self, reason: str) -> None:
+        """Open no session that records any more, until ``graphs`` is set again."""
+        self.graphs, self.error = False, reason
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self.kept.clear()
