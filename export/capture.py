@@ -324,13 +324,14 @@ def _pin_rope(model: PreTrainedModel) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch's exporter reports on torchvision and on itself; what matters of it comes as an exception."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def _root_cause(error: BaseException) -> str:

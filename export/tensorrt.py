@@ -17,7 +17,7 @@ import onnx_ir as ir
 from ..bundle import Bundle, Model
 from ..engines.tensorrt import compat
 from ..engines.tensorrt.buildable import require_buildable
-from ..engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump
+from ..engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
 from ..errors import EngineError, UsageError
 from .tensorrt_graph import PRECISIONS, lower
 from .tensorrt_network import (
@@ -99,8 +99,9 @@ def build_engines(
 
     ``precision``: one of PRECISIONS; of a bundle in fp16 only fp16. Without ``capabilities`` TensorRT-RTX builds a
     portable engine; TensorRT builds for the GPU at hand and takes none. Each engine and its manifest are written
-    beside their place and renamed; earlier ones of the same name are replaced. Raises UsageError, ExportError (a
-    bundle that cannot be built), EngineError (an SDK or device that is not there, or a build that failed).
+    beside their place and renamed; earlier ones for the device are replaced, in whichever precision. Raises
+    UsageError, ExportError (a bundle that cannot be built), EngineError (an SDK or device that is not there, or a
+    build that failed).
     """
     models = [bundle.model(role) for role in bundle.manifest.models]
     for model in models:
@@ -232,7 +233,11 @@ def _build_model(
         for target in targets:
             tell(f"building, {target if target == PORTABLE else f'sm {target}'}")
             blob = build.engine(target, tell)
-            written.append(_write(model.folder, Path(scratch), build.manifest(target, blob), blob))
+            manifest = build.manifest(target, blob)
+            for old in of_device(model.folder, sdk, target):
+                if old.stem != manifest.name:
+                    tell(f"{manifest.name} replaces {old.stem}")
+            written.append(_write(model.folder, Path(scratch), manifest, blob))
             tell(f"{written[-1].name}, {len(blob) / 1e6:.1f} MB")
     return written
 
@@ -241,7 +246,10 @@ def _write(folder: Path, scratch: Path, manifest: EngineManifest, blob: Any) -> 
     """Both files whole, or the manifest missing: an engine without one is never opened."""
     for suffix, content in ((".engine", blob), (".json", dump(manifest).encode())):
         (scratch / f"{manifest.name}{suffix}").write_bytes(content)
-    (folder / f"{manifest.name}.json").unlink(missing_ok=True)
+    for old in of_device(folder, manifest.sdk, manifest.compute_capability):
+        old.unlink()
+        if old.stem != manifest.name:
+            old.with_suffix(".engine").unlink(missing_ok=True)
     for suffix in (".engine", ".json"):
         (scratch / f"{manifest.name}{suffix}").replace(folder / f"{manifest.name}{suffix}")
     return folder / f"{manifest.name}.engine"

@@ -31,14 +31,15 @@ _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached:
 class Plan(NamedTuple):
     """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them.
 
-    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost; none, that it must
-    not be cut. ``instead`` is what the row would do where the others' plans make this one a bad one.
+    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost, which must not be
+    done to one that is ``whole``. ``instead`` is what the row would do where the others' plans make this one a bad one.
     """
 
     by: str = "none"
     tokens: Sequence[int] = ()
     length: int = 0
-    expected: Sequence[float] = ()
+    expected: Sequence[float] = (1.0,)
+    whole: bool = False
     instead: Plan | None = None
 
     @property
@@ -49,21 +50,21 @@ class Plan(NamedTuple):
     @property
     def promises(self) -> float:
         """Tokens of the round."""
-        return self.expected[min(self.drafts, len(self.expected) - 1)] if self.expected else 1.0
+        return self.expected[min(self.drafts, len(self.expected) - 1)]
 
     def cut(self, longest: int) -> Plan:
         """The same with at most ``longest`` drafts, if it may be cut."""
-        if not self.expected or self.drafts <= longest:
+        if self.whole or self.drafts <= longest:
             return self
         return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
 
     def without_model(self) -> Plan:
         """What the row does where the draft model is not asked, if it need not be."""
-        return (self.instead or Plan()) if self.length and self.expected else self
+        return (self.instead or Plan()) if self.length and not self.whole else self
 
     def beside_model(self) -> Plan:
         """What the row does where the draft model is asked anyway, for others: who must draft so many does."""
-        return self.instead if self.expected and self.instead and self.instead.promises > self.promises else self
+        return self.instead if not self.whole and self.instead and self.instead.promises > self.promises else self
 
 
 _NOTHING = Plan()
@@ -93,8 +94,8 @@ def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
     rows, modelled = len(plans), any(plan.length for plan in plans)
     seconds = pace.prices.with_model(rows) if modelled else pace.prices.without_model(rows)
     ahead = BY_DRAFTS if modelled else BY_GUESSES
-    wanted = [(plan.expected, plan.drafts) if plan.expected else ((1.0,), 0) for plan in plans]
-    fixed = max((plan.drafts for plan in plans if not plan.expected), default=0)
+    wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
+    fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
     speed, longest = cap(wanted, seconds, fixed, ahead)
     return speed, [plan.cut(longest) for plan in plans]
 
@@ -257,9 +258,9 @@ class Cascade:
             self._pace.otherwise = speed
         self._otherwise, self._saved = promised if length else 0.0, 0.0
         if length:
+            assert self._model is not None
             forced = self._fixed is not None or promised == math.inf
-            expected = () if forced or self._model is None else self._model.tokens
-            guess, plan = self._plan, Plan("model", length=length, expected=expected)
+            guess, plan = self._plan, Plan("model", length=length, expected=self._model.tokens, whole=forced)
             better = not guess.tokens or promised > beside(speed, guess.promises, guess.promises, self._pace)
             self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
         return self._plan
@@ -354,7 +355,7 @@ class Cascade:
                     wins, best = length, speed
             self._promised = max(self._promised, expected[-1])
             if wins:
-                plan = Plan(each.drafter.name, guess.tokens[:wins], expected=() if whole else expected)
+                plan = Plan(each.drafter.name, guess.tokens[:wins], expected=expected, whole=whole)
                 self._best = plan.tokens, guess.survivals
         return plan, best
 

@@ -109,14 +109,19 @@ class Decoder:
         prompt it is (by default the first, and equal prompts of the batch are a family). Raises UsageError,
         ContextError before anything runs; EngineError from any round, after which the decoder can be used again.
         """
-        given = samples([prompt for prompt, _ in requests]) if siblings is None else siblings
-        rows = [
-            self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
-            for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
-        ]
-        if len({row.settings.branches for row in rows}) > 1:
+        for prompt, settings in requests:
+            check_request(prompt, settings, self._engines, trees=self._trees is not None)
+        if len({settings.branches for _, settings in requests}) > 1:
             raise UsageError("branches must be the same for all requests of a batch: their steps are one")
-        return self._run(rows)
+        given = samples([prompt for prompt, _ in requests]) if siblings is None else siblings
+
+        def admitted() -> list[Row]:
+            return [
+                self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
+                for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
+            ]
+
+        return self._run(admitted)
 
     @property
     def branches(self) -> bool:
@@ -136,8 +141,10 @@ class Decoder:
         for drafter in filter(None, (self._model, self._trees)):
             drafter.forget()
 
-    def _run(self, rows: list[Row]) -> Iterator[Event]:
+    def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
+        """``admitted`` makes the rows, now: they begin with what all rows before them showed."""
         with self.turn:
+            rows = admitted()
             clock = self._start(rows)
         while rows:
             with self.turn:
@@ -159,7 +166,6 @@ class Decoder:
         matchers: Callable[[int], StopMatcher | None] | None,
     ) -> Row:
         spec = self._target.engine.spec
-        check_request(prompt, settings, self._engines, trees=self._trees is not None)
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
         seed = sample.seed if settings.seed is None else settings.seed
         chain = Chain(settings, spec.vocab_size, prompt, ends)
@@ -206,7 +212,7 @@ class Decoder:
             if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
                 self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats
             self._read(rows)
-            self._pace.prices.narrowest = self._target.narrowest
+            self._pace.prices.begin(self._target.narrowest)
             for row in rows:
                 if row.cascade is not None:
                     row.cascade.take(row.sequence.tokens)
@@ -284,7 +290,7 @@ class Decoder:
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
         plans = [
-            Plan("model", length=length)
+            Plan("model", length=length, whole=True)
             if row.cascade is None
             else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)

@@ -168,7 +168,7 @@ class ModelDrafter:
         return self._room
 
     def behind(self, rows: Items[Row]) -> int:
-        reading = ((b, row) for b, row in enumerate(rows) if row.settings.draft in MODEL_DRAFTS)
+        reading = ((b, row) for b, row in enumerate(rows) if self._reads(row))
         lacking = (row.sequence.length - self._known(b) for b, row in reading)
         return self._late(min(self._reach, max(lacking, default=0)))
 

@@ -22,7 +22,6 @@ from .parallel_drafter import ParallelDrafter
 from .prefill import ALL
 from .retokenise import Tokenizers, Transcript
 from .sequence import Row
-from .settings import MODEL_DRAFTS
 from .steps import Stepper
 from .vocabulary import VocabularyMap
 
@@ -58,11 +57,11 @@ class ForeignDrafter(ModelDrafter):
 
     def unread(self, rows: Items[Row]) -> int:
         """In the target's tokens."""
-        return sum(min(row.sequence.length - 1, self._reach) for row in rows)
+        return sum(min(row.sequence.length - 1, self._reach) for row in rows if self._reads(row))
 
     def prefill(self, rows: Items[Row]) -> None:
         for row in rows:
-            if row.settings.draft in MODEL_DRAFTS:
+            if self._reads(row):
                 self._transcripts[row.index] = Transcript(self._tokenizers)
         texts = [self._lacking(place, row)[:-1] if self.room(row) else [] for place, row in enumerate(rows)]
         if any(texts):

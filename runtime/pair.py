@@ -159,17 +159,16 @@ class Pair:
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
     ) -> Iterator[tuple[Answer, Event]]:
         """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
-        answers: list[Answer] = []
-        eos = self.bundle.manifest.models["target"].eos_token_ids
+        answers = [
+            Answer(index, settings, sample.number, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens))
+            for index, ((ids, settings), sample) in enumerate(zip(requests, siblings, strict=True), start)
+        ]
         events = self.decoder.decode(
             requests,
-            eos_token_ids=eos,
-            stop_matcher_factory=lambda index: lambda ids: answers[index].text.push(ids),
+            eos_token_ids=self.bundle.manifest.models["target"].eos_token_ids,
+            stop_matcher_factory=lambda index: answers[index].text.push,
             siblings=siblings,
         )
-        for (ids, settings), sample in zip(requests, siblings, strict=True):
-            text = TextStream(self.codec, ids, settings.stop, settings.min_new_tokens)
-            answers.append(Answer(start + len(answers), settings, sample.number, text))
         return ((answers[event.index], event) for event in events)
 
     def _results(self, rounds: Iterator[tuple[Answer, Event]]) -> Iterator[tuple[int, Result]]:

@@ -17,7 +17,7 @@ from .prefill import ALL
 from .prices import Prices
 from .reading import Reading
 from .rest import Rest
-from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
+from .settings import MAX_DRAFT_LENGTH
 from .survey import Survey
 from .verify import Outcomes
 
@@ -78,7 +78,7 @@ class Pace:
         bills = bills_of(policies)
         if not bills or not lose(bills):
             return False
-        if not self.rest.affords(self.prices.reading * tokens + self._trial(bills, self.rows)):
+        if not self.rest.affords(self.prices.reading * tokens + self._trial(bills, len(policies))):
             return True
         self._attempt(bills)
         return False
@@ -136,7 +136,7 @@ class Pace:
         the longest draft, how many were read ``late``, and the ``steps`` that were paid, if that is more (a draft
         that comes at once is asked for longer than it gets). What was measured and not chosen is on nobody's bill."""
         self._reading.proposed = True
-        if not self._measures and length <= MAX_GUESS_LENGTH:
+        if not self._measures:
             drafted = length, max(length, steps)
             self.ledger.note(self._settle, bills_of(policies), tokens, drafted, late, self.otherwise)
 

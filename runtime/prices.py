@@ -23,6 +23,12 @@ class Prices:
         self._with: dict[int, list[float]] = {}
         self._missed: dict[int, float] = {}
 
+    def begin(self, narrowest: int) -> None:
+        """New requests begin, whose target takes no step narrower than that."""
+        if narrowest != self.narrowest:
+            self.narrowest = narrowest
+            self.renew()
+
     def renew(self) -> None:
         """All is looked up anew when it is asked for next."""
         for table in (self._steps, self._without, self._with, self._missed):

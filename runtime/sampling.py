@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engines.base import LogitArray, LogitRow, Logits, Tops
-from ..errors import UsageError
 from . import buffers
 from .heads import loudest, not_finite, winner
 from .noise import SHORT, Noise, Purpose
@@ -43,9 +42,6 @@ class Chain:
     """
 
     def __init__(self, settings: Settings, vocab_size: int, prompt: Sequence[int], ends: Collection[int]) -> None:
-        for token in (*settings.logit_bias, *settings.stop_token_ids):
-            if token >= vocab_size:
-                raise UsageError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})")
         self.settings = settings
         self.generated = 0
         self._ends = np.array(sorted(end for end in ends if end < vocab_size), np.int64)

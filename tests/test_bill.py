@@ -276,7 +276,7 @@ MUTANTS = [
     Mutant("what was asked for and not verified is free", policy.Pace, "settle", "max(length, steps)", "length"),
     Mutant("what was asked for is thought verified", policy.Pace, "_settle", "- unverified ", ""),
     Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, late)", ""),
-    Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures and", ""),
+    Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures", "True"),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.seen(kind)", "pace.seen(GREEDY)"),
     Mutant("one loses, all rest", policy, "lose", "all(", "any("),
     Mutant("a verdict is for good", policy.Pace, "_attempt", "bill.clear()", "pass"),

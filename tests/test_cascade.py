@@ -372,7 +372,7 @@ def test_who_must_ask_the_model_does_whatever_he_could_guess():
     guess = Plan("suffix", (1, 2, 3, 4, 5, 6), expected=(1.0, 1.9, 2.7, 3.4, 4.0, 4.5, 4.9))
     free = Plan("model", length=1, expected=(1.0, 1.5), instead=guess)
     assert free.beside_model() == guess and free._replace(instead=Plan()).beside_model().by == "model"
-    forced = free._replace(expected=())
+    forced = free._replace(whole=True)
     assert forced.beside_model() == forced.without_model() == forced
     plans = together([forced, forced._replace(instead=None)], Pace(FixedCosts(per_draft=0.5)))
     assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
@@ -392,12 +392,14 @@ def test_a_guess_pays_for_what_the_draft_model_then_lacks():
     assert cascade_module.beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
     assert cascade_module.beside(0.0, 1.0, 1.0, pace) == 0.0
     chosen = {}
-    for price in (0.0, 0.1, 1.0):
-        chooser, _ = cascade([7, 8, 9], costs=reading(price, per_draft=0.2), model=True, rate=0.75)
+    for length, price in itertools.product(("auto", 3), (0.0, 0.1, 1.0)):
+        costs = reading(price, per_draft=0.2)
+        chooser, _ = cascade([7, 8, 9], costs=costs, model=True, rate=0.75, length=length)
         plan = choose(chooser, 8, 8)
-        chosen[price] = plan.by
+        chosen[length, price] = plan.by
         assert plan.instead is not None and {plan.by, plan.instead.by} == {"fixed", "model"}
-    assert chosen[0.0] == "fixed" and chosen[1.0] == "model"
+        assert plan.whole == (length == 3) and plan.promises > 2.0
+    assert all(chosen[length, 0.0] == "fixed" and chosen[length, 1.0] == "model" for length in ("auto", 3))
 
 
 def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():

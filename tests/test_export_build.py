@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from transformers import GenerationConfig  # noqa: E402
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
-from leadout.export import build, canonical  # noqa: E402
+from leadout.export import build, canonical, capture  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
 from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
 
@@ -433,3 +434,14 @@ def test_graphs_hold_nothing_that_no_node_reads(tiny_bundle: Path) -> None:
     assert len(graphs) >= 10
     for path in graphs:
         assert [name for name, value in ir.load(path).graph.initializers.items() if not value.uses()] == [], path.name
+
+
+@pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
+def test_what_a_program_logs_is_its_own_affair_again_after_an_export(before: int) -> None:
+    logging.disable(before)
+    try:
+        with capture._quiet():
+            assert logging.root.manager.disable == max(before, logging.WARNING)
+        assert logging.root.manager.disable == before
+    finally:
+        logging.disable(logging.NOTSET)

@@ -17,10 +17,11 @@ from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError, ExportError
 from leadout.export.other_tokenizer import is_foreign, match_bytes, token_bytes
 from leadout.export.pairing import Vocabulary
-from leadout.runtime import foreign_draft, retokenise
+from leadout.runtime import foreign_draft, retokenise, settings
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.retokenise import Tokenizers, Transcript, continuation
 from leadout.runtime.settings import Settings
+from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
 
 LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")  # what no change of code changes
@@ -210,6 +211,19 @@ def sampled_drafts_have_a_law(monkeypatch: Any = None) -> None:
 
 def test_sampled_drafts_have_a_law() -> None:
     sampled_drafts_have_a_law()
+
+
+def test_nothing_is_read_for_a_row_that_others_draft_for() -> None:
+    target = byte_level(420)
+    pair = Copyist(target, byte_level(330), TEXT[:400])
+    decoder, ids = Decoder(*pair.engines, vocabulary=pair.vocabulary), target.encode(TEXT[:60]).ids
+    rows = [
+        decoder._admit(i, list(ids), Settings(draft=kind), Sample(), (), None) for i, kind in enumerate(settings.DRAFTS)
+    ]
+    model = decoder._model
+    assert isinstance(model, foreign_draft.ForeignDrafter)
+    model.reset(rows)
+    assert model.unread(rows) == 2 * (len(ids) - 1), "of auto's and of model's"
 
 
 def caches_hold_the_text(monkeypatch: Any = None) -> None:

@@ -257,7 +257,7 @@ MUTANTS = [
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
     Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
-    Mutant("a fixed draft is cut", cascade.Plan, "cut", "not self.expected or", "False or"),
+    Mutant("a fixed draft is cut", cascade.Plan, "cut", "self.whole or", "False or"),
     Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),
     Mutant("a moved row leaves its draft cache", D, "_retire", "self._drafting.move(len(live), place)", "pass"),
     Mutant(

@@ -261,12 +261,6 @@ def test_the_rule_in_force():
     assert Settings(temperature=1.0, seed=0, rule="rejection").acceptance_rule == "rejection"
 
 
-def test_token_ids_outside_the_vocabulary_are_refused():
-    for options in ({"logit_bias": {VOCAB: 1.0}}, {"stop_token_ids": (VOCAB,)}):
-        with pytest.raises(UsageError, match=f"token id {VOCAB} is outside the vocabulary"):
-            Chain(Settings(**options), VOCAB, [], ())
-
-
 @pytest.mark.parametrize(("drafts", "rule", "tossed"), [(0, "block", 1), (2, "rejection", 2), (2, "block", 3)])
 def test_a_round_tosses_for_what_it_asks(monkeypatch: pytest.MonkeyPatch, drafts: int, rule: str, tossed: int) -> None:
     """Ten microseconds of Python each: one without drafts, two to verify a guess, three to make a draft, too."""

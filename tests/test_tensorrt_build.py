@@ -105,6 +105,17 @@ def test_a_pair_is_built_with_one_command_and_found_again(tmp_path: Path) -> Non
         assert path.parent.name == role and manifest.precision == "fp16"
 
 
+def test_a_device_has_the_engine_that_was_built_last(tmp_path: Path) -> None:
+    found, said = bundle(tmp_path), list[str]()
+    build_engines(found, RTX, sizes=SIZES, capabilities=["86", "89"])
+    build_engines(found, RTX, precision="int4", sizes=SIZES, capabilities=["86"], progress=said.append)
+    assert find(found.model("target"), RTX, compat.version(RTX), "86")[1].precision == "int4"
+    assert {path.name for path in (tmp_path / "target").glob(f"{RTX}*")} == {
+        f"{RTX}-{name}.{kind}" for name in ("86-int4", "89-fp16") for kind in ("engine", "json")
+    }
+    assert f"target: {RTX}-86-int4 replaces {RTX}-86-fp16" in said
+
+
 def test_heads_no_fused_kernel_takes_are_decomposed_and_the_manifest_says_so(tmp_path: Path) -> None:
     wide = Shape(vocab=48, layers=1, heads=1, kv_heads=1, head_dim=512, rotary=512, windows=(None,))
     (path,) = build_engines(bundle(tmp_path, target=wide), RTX, sizes=SIZES, capabilities=["86"])

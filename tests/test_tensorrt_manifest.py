@@ -51,9 +51,9 @@ def again(model: Model, sm: str = "86") -> str:
     return f"leadout build {model.folder.parent} --sdk {SDK} --precision fp16 --sm {sm} {sizes}"
 
 
-def refused(model: Model, message: str, precision: str | None = None) -> None:
+def refused(model: Model, message: str) -> None:
     with pytest.raises(EngineError) as caught:
-        find(model, SDK, VERSION, "86", precision=precision)
+        find(model, SDK, VERSION, "86")
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -71,8 +71,6 @@ def test_a_missing_engine_names_the_command_and_what_there_is(model: Model) -> N
     refused(model, f"has no {SDK} engine for compute capability 86; {build}")
     put(model, "120")
     refused(model, f"for compute capability 86 (it has: {SDK}-120-fp16); {build}")
-    put(model)
-    refused(model, f"has no {SDK} int4 engine", precision="int4")
     with pytest.raises(EngineError, match=r"leadout build \S+ --sdk tensorrt$"):
         find(model, "tensorrt", "11.4", "86")
 
@@ -101,11 +99,10 @@ def test_a_damaged_or_missing_engine_is_refused(model: Model) -> None:
     refused(model, f"{path} is missing; rebuild it: {again(model)}")
 
 
-def test_two_precisions_want_one_named(model: Model) -> None:
+def test_of_two_engines_for_one_device_nobody_knows_which_is_meant(model: Model) -> None:
     put(model)
-    chosen = put(model, precision="int4")
-    refused(model, "in several precisions (fp16, int4): name one")
-    assert find(model, SDK, VERSION, "86", precision="int4")[0] == chosen
+    put(model, precision="int4")
+    refused(model, f"has several engines for one device ({SDK}-86-fp16, {SDK}-86-int4): remove all but one")
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,14 @@ def read(path: Path) -> EngineManifest:
     return manifest
 
 
-def find(
-    model: Model, sdk: str, version: str, compute_capability: str, *, precision: str | None = None
-) -> tuple[Path, EngineManifest]:
+def find(model: Model, sdk: str, version: str, compute_capability: str) -> tuple[Path, EngineManifest]:
     """The engine of ``model`` for this SDK and device, checked: its file and its manifest.
 
-    One built for the device itself goes before a portable one. Without ``precision`` there must be a single one.
-    Raises EngineError, with the command that builds it, for an engine that is missing, of another SDK version or
-    device, built from another graph, or damaged; BundleError for a manifest that cannot be read.
+    One built for the device itself goes before a portable one. Raises EngineError, with the command that builds it, for
+    an engine that is missing, of another SDK version or device, built from another graph, or damaged; BundleError for a
+    manifest that cannot be read.
     """
-    path = _candidate(model, sdk, compute_capability, precision)
+    path = _candidate(model, sdk, compute_capability)
     manifest = read(path)
     again = f"rebuild it: {manifest.command(model.folder.parent)}"
     if manifest.name != path.stem:
@@ -103,18 +101,22 @@ def find(
     return engine, manifest
 
 
-def _candidate(model: Model, sdk: str, compute_capability: str, precision: str | None) -> Path:
+def of_device(folder: Path, sdk: str, compute_capability: str) -> list[Path]:
+    """The manifests in ``folder`` of engines for a device: one, of whichever precision was built last."""
+    return sorted(folder.glob(f"{sdk}-{compute_capability}-*.json"))
+
+
+def _candidate(model: Model, sdk: str, compute_capability: str) -> Path:
     for kind in (compute_capability, PORTABLE):
-        found = sorted(model.folder.glob(f"{sdk}-{kind}-{precision or '*'}.json"))
-        if len(found) > 1:
-            names = ", ".join(path.stem.rpartition("-")[2] for path in found)
-            raise EngineError(f"{model.folder} has {sdk} engines in several precisions ({names}): name one")
+        found = of_device(model.folder, sdk, kind)
+        if len(found) > 1:  # a build leaves one: others were copied there
+            names = ", ".join(path.stem for path in found)
+            raise EngineError(f"{model.folder} has several engines for one device ({names}): remove all but one")
         if found:
             return found[0]
-    others = sorted(path.stem for path in model.folder.glob(f"{sdk}-*-{precision or '*'}.json"))
+    others = [path.stem for path in of_device(model.folder, sdk, "*")]
     have = f" (it has: {', '.join(others)})" if others else ""
-    wanted = f"{sdk}{f' {precision}' if precision else ''} engine for compute capability {compute_capability}"
-    options = f" --precision {precision}" if precision else ""
-    options += "" if sdk == "tensorrt" else f" --sm {compute_capability}"
-    command = f"leadout build {model.folder.parent} --sdk {sdk}{options}"
+    wanted = f"{sdk} engine for compute capability {compute_capability}"
+    where = "" if sdk == "tensorrt" else f" --sm {compute_capability}"
+    command = f"leadout build {model.folder.parent} --sdk {sdk}{where}"
     raise EngineError(f"{model.folder} has no {wanted}{have}; build it: {command}")
