@@ -197,6 +197,7 @@ class SlotEngine:
 
     def beside(self, features: Features) -> None:
         """See FeatureEngine.beside."""
+        self._check_open()
         self._told[0] = features
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
@@ -213,6 +214,7 @@ class SlotEngine:
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         """See TreeEngine.compact."""
+        self._check_open()
         for buffer in self._cache:
             buffer.compact(row, past_len, kept)
 
@@ -311,6 +313,7 @@ class SlotEngine:
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
+        self._check_open()
         for row in (source, destination):
             if not 0 <= row < self._batch:
                 raise EngineError(f"row {row} is not one of the engine's {self._batch} (0 to {self._batch - 1})")

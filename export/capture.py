@@ -39,7 +39,7 @@ WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """What cache and mask need to know of the step being traced: both [B] or [B, S] int64."""
+    """What cache and mask need to know of the step being traced: positions [B, S] and lengths [B], both int64."""
 
     position_ids: Tensor | None = None
     past_lens: Tensor | None = None
@@ -95,8 +95,9 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
         past: list[Tensor],
         features_in: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """logits [B, L, V], then keys and values of every layer, as in DESIGN: the same buffers, new rows written;
-        then, if there are any, features [B, S, D]."""
+        """logits [B, L, V]; then present.i.key and present.i.value [B, Hkv, M, D] of every layer, the buffers of
+        ``past`` with new rows written; then, if there are any, features [B, S, D]. ``input_ids`` and ``position_ids``
+        are [B, S], ``past_lens`` [B], ``logit_index`` [B, L], all int64."""
         beside = {} if features_in is None else {"features": features_in}
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
         layers = [SlotLayer(past[i], past[i + 1], past_lens) for i in range(0, len(past), 2)]

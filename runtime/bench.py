@@ -193,6 +193,7 @@ class Bench:
             "by_drafter": speculative.by_drafter(),
             "draft_ahead": None if (ahead := self.speculative.ahead) is None else ahead.counts(),
             "prompts": len(prompts),
+            "tokens": speculative.count("tokens"),
             "batch_size": self.batch_size,
         }
         report |= self._prediction(totals)

@@ -26,8 +26,10 @@ AHEAD = 2 * MAX_DRAFT_LENGTH + 1  # tokens: a draft, and the one that is made wh
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter. ``classes`` say how sure of each token the drafter was, where that was watched. With
-    ``parents`` the tokens are a tree (``trees.py``), else a chain."""
+    name of the drafter. ``q`` are arrays float64 [V]: of a chain one a token; of a tree q[n + 1] is what the children
+    of node n were drawn from and q[0] what the root's were, of none where a node has no children. ``classes`` say how
+    sure of each token the drafter was, where that was watched. With ``parents`` the tokens are a tree (``trees.py``),
+    else a chain."""
 
     tokens: list[int] = field(default_factory=list)
     q: list[Probs] | None = None

@@ -39,6 +39,9 @@ BUILT_IN = (
     "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_empty(self):\n",
 )
 
+ENOUGH = 1500  # new tokens of all prompts
+SHORT = "the first rounds measure this device: take more prompts, or longer answers, before you believe it"
+
 # As everywhere, but that a bundle's own temperature does not count.
 GREEDY = tuple(
     (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
@@ -131,6 +134,7 @@ def table(report: dict[str, Any]) -> str:
         ("host share", f"{report['host_share']:.1%}"),
         ("same tokens", {True: "yes", False: "NO", None: "not promised here"}[report["identical_outputs"]]),
         ("prompts", f"{report['prompts']} from {report['source']}, {report['batch_size']} at once"),
+        *([] if report["tokens"] >= ENOUGH else [("note", SHORT)]),
         ("hardware", f"{report['hardware']['processor']}, {report['hardware']['cores']} cores"),
         ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
     ]

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -351,14 +351,19 @@ def test_an_interrupt_leaves_an_engine_that_can_be_reset(
 def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
     engine.close()
     engine.close()
-    with pytest.raises(EngineError, match="closed"):
-        engine.forward(tokens(C, 1, 2), START)
-    with pytest.raises(EngineError, match="closed"):
-        engine.reset(1)
-    with pytest.raises(EngineError, match="closed"):
-        engine.even = False
-    with pytest.raises(EngineError, match="closed"):
-        engine.reserve(4)
+    asked: list[Callable[[], object]] = [
+        lambda: engine.forward(tokens(C, 1, 2), START),
+        lambda: engine.reset(1),
+        lambda: setattr(engine, "even", False),
+        lambda: engine.reserve(4),
+        lambda: engine.copy_row(0, 0),
+        lambda: engine.compact(0, 1, [0]),
+        lambda: engine.beside(np.zeros((1, 1, 8), np.float32)),
+        lambda: engine.features(0, 0, 1),
+    ]
+    for ask in asked:
+        with pytest.raises(EngineError, match="closed"):
+            ask()
     assert not engine._sessions.kept, "and nothing is opened anew"
 
 
