@@ -3,7 +3,7 @@
 In pages of 4 KiB those of 105 M parameters in int8 are 25,000 addresses to look up, more than a processor remembers,
 and it stops reading ahead at the end of each. Linux gives huge pages to those who ask, but onnxruntime does not ask. So
 it is asked here to move what is there: steps of models of 15, 105 and 492 M parameters in int8 take 9, 6 and 7 % less
-for one token, 3, 5 and 7 for five (docs/architecture.md). To move a gigabyte takes 0.2 s, in a virtual machine up to
+for one token, 3, 5 and 7 for five (docs/notes.md). To move a gigabyte takes 0.2 s, in a virtual machine up to
 2.5, so it is done bit by bit, between texts.
 """
 

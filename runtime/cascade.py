@@ -134,7 +134,7 @@ class Commons:
     def drafters(self, kind: str, family: Family | None = None, *, model: bool = False) -> list[FreeDrafter]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
         is preferred. ``family``: the answers to its prompt, if there are others. ``model``: on a miss a draft model
-        may be asked, beside which recycled tokens bring nothing (docs/architecture.md)."""
+        may be asked, beside which recycled tokens bring nothing (docs/notes.md)."""
         made: list[FreeDrafter] = []
         if kind == "ngram":
             made.append(NgramDrafter())

@@ -14,7 +14,9 @@ import leadout
 from leadout.runtime.pair import Result
 from leadout.scripts.cli import COMMANDS
 
-PAGES = ("README.md", "CHANGELOG.md", "docs/architecture.md", "docs/edge.md", "benchmarks/README.md")
+PAGES = ("README.md", "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{name}.md" for name in (
+    "architecture", "drafts", "edge", "exactness", "guide", "notes"
+)))  # fmt: skip
 LINK = re.compile(r"\]\(([^)#\s]+)\)")
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 FILE = re.compile(r"`((?:export|engines|runtime|scripts|tests|docs)/[\w./*]+)((?:`, `[\w.*]+\.py)*)`")
@@ -34,23 +36,47 @@ def test_files_that_are_named_exist(root: Path, page: str) -> None:
         named.append(first)
         named += [str(Path(first).parent / other) for other in re.findall(r"[\w.*]+\.py", others)]
     assert [name for name in named if not list(root.glob(name))] == []
-    assert named or page in ("CHANGELOG.md", "docs/edge.md", "benchmarks/README.md")
+    assert named or page != "docs/architecture.md"
 
 
-def readme_commands(root: Path) -> list[list[str]]:
-    blocks = [
-        body for language, body in BLOCK.findall((root / "README.md").read_text(encoding="utf-8")) if language == "bash"
-    ]
+@pytest.mark.parametrize("page", PAGES)
+def test_sections_that_are_linked_exist(root: Path, page: str) -> None:
+    text = (root / page).read_text(encoding="utf-8")
+    for link, section in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", text):
+        there = (root / page).parent / link if link else root / page
+        heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+        assert section in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, (link, section)
+
+
+def commands_of(root: Path, page: str) -> list[list[str]]:
+    blocks = [body for language, body in BLOCK.findall((root / page).read_text(encoding="utf-8")) if language == "bash"]
     lines = [line for body in blocks for line in body.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("leadout ")]
 
 
-def test_the_command_line_knows_every_command_of_the_readme(root: Path) -> None:
-    commands = readme_commands(root)
-    assert {words[1] for words in commands} == set(COMMANDS)
-    for _, name, *args in commands:
+@pytest.mark.parametrize("page", PAGES)
+def test_the_command_line_knows_every_command_of_a_page(root: Path, page: str) -> None:
+    for _, name, *args in commands_of(root, page):
         command: click.Command = importlib.import_module(f"leadout.scripts.cmd_{name}").command
         command.make_context(name, args)
+
+
+def test_the_guide_shows_every_command(root: Path) -> None:
+    assert {words[1] for words in commands_of(root, "docs/guide.md")} == set(COMMANDS)
+
+
+def test_every_file_is_on_the_map(root: Path) -> None:
+    text = (root / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named: set[Path] = set()
+    for row in rows:
+        folder = "."  # of the last name that says one
+        for name in re.findall(r"`([\w./*]+)`", row):
+            folder = str(Path(name).parent) if "/" in name else folder
+            named |= set(root.glob(f"{folder}/{Path(name).name}"))
+    folders = ("export", "engines", "engines/tensorrt", "runtime", "scripts")
+    files = {path for folder in folders for path in (root / folder).glob("*.py") if path.name != "__init__.py"}
+    assert {str(path.relative_to(root)) for path in files - named} == set()
 
 
 def test_the_readme_s_scripts_are_there_and_run(root: Path) -> None:
