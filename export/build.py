@@ -86,7 +86,7 @@ def export_pair(
         head = None if choice.itself else read_head(require_there(choice.source), configs["target"])
         configs["draft"] = read_config(choice.source) if head is None else head.config
         draft_ids = _ids_of(choice, head, configs["draft"], tokens, draft_vocabulary, calibration)
-        mask = _mask_of(choice, configs["draft"], mask_token, draft_ids, progress)
+        mask = _checked_mask(choice, head, configs["draft"], mask_token, draft_ids, progress)
         if mask is not None and draft_precision is None:
             choice = choice.in_one_step(precision)
     draft_context = min(context, context_length(configs["draft"])) if choice is not None else context
@@ -96,16 +96,21 @@ def export_pair(
         sampling = choose_sampling(folder, checkpoint.sampling, progress)
         fitted = not ROUNDINGS.keys().isdisjoint([precision, *(choice.precisions if choice is not None else ())])
         reader = None if head is None else head.checkpoint(checkpoint.model, draft_context)
-        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted, reader=reader)
+        canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted=fitted, reader=reader)
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
             if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
-                ends = canonical.entry.eos_token_ids
                 shutil.rmtree(canonical.graph.parent)
                 progress(f"draft: reading {choice.source}")
-                checkpoint = reader or load(choice.source, draft_context)
-                of_draft = (draft_ids, ends, None if reader is None else canonical.truth)
-                canonical = _canonical(checkpoint, folder / SCRATCH / "draft", progress, fitted, *of_draft)
+                canonical = _canonical(
+                    reader or load(choice.source, draft_context),
+                    folder / SCRATCH / "draft",
+                    progress,
+                    fitted=fitted and reader is None,  # a head writes no text by itself
+                    ids=draft_ids,
+                    ends=canonical.entry.eos_token_ids,
+                    read=None if reader is None else canonical.truth,
+                )
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, mask, progress)
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
@@ -153,11 +158,11 @@ def _ids_of(
     return DraftIds.choose(target, head.vocabulary(target), asked, calibration, head.ids)
 
 
-def _mask_of(
-    choice: DraftChoice, config: Any, asked: int | str | None, ids: DraftIds, progress: Progress
+def _checked_mask(
+    choice: DraftChoice, head: Head | None, config: Any, asked: int | str | None, ids: DraftIds, progress: Progress
 ) -> int | None:
     """The id by which the draft says a whole draft in one step; None if it does not."""
-    if asked is not None and hasattr(config, "join"):
+    if asked is not None and head is not None:
         raise UsageError(f"mask-token: '{choice.source}' is a head, which says one token a step")
     mask = None if choice.itself else mask_of(choice.source, config, asked)
     if mask is not None and ids.match.tokenizer is not None:
@@ -187,11 +192,11 @@ def _canonical(
     checkpoint: Checkpoint,
     folder: Path,
     progress: Progress,
+    *,
     fitted: bool,
     ids: DraftIds | None = None,
     ends: Sequence[int] = (),
     read: Truth | None = None,
-    *,
     reader: Checkpoint | None = None,
 ) -> Canonical:
     """A checkpoint, which is of no more use then, as a canonical graph in ``folder``; ``fitted``: with rows for
@@ -202,7 +207,6 @@ def _canonical(
     its = None if reader is None else reader.model
     truth = compute_truth(checkpoint, its) if read is None else head_truth(checkpoint, read)
     rows, length = FITTED
-    fitted &= read is None  # a head writes no text by itself
     written = write_rows(checkpoint, rows, min(length, checkpoint.max_context), seed=1) if fitted else None
     columns = None if ids is None else ids.columns(checkpoint, truth, ends)
     captured = capture_to(folder, checkpoint, truth, progress, columns, its)

@@ -22,8 +22,8 @@ from .ranges import flag, integer, one_of
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .siblings import Sample, check_n, check_sample, samples
 from .text import Codec, TextStream
+from .tuned import Device, this_device
 from .tuned import read as read_tuned
-from .tuned import this_device
 from .vocabulary import VOCABULARY, VocabularyMap
 
 if TYPE_CHECKING:
@@ -58,8 +58,14 @@ class Pair:
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
         self.batch_size, self.vocabulary, self.draft_ahead = batch_size, vocabulary, draft_ahead
         self.known, self.note = known, note
-        more: dict[str, Any] = {"costs": Costs(known) if known else None, "vocabulary": vocabulary}
-        self.decoder = Decoder(target, draft, exact=exact, **more, draft_ahead=draft_ahead)
+        self.decoder = Decoder(
+            target,
+            draft,
+            exact=exact,
+            costs=Costs(known) if known else None,
+            vocabulary=vocabulary,
+            draft_ahead=draft_ahead,
+        )
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -251,8 +257,14 @@ def load(
         one_of("draft_provider", draft_provider, PROVIDERS)
     if not isinstance(variant, str):
         raise UsageError(f"variant must be 'auto' or the name of a graph of the bundle, not {shown(variant)}")
-    where: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "variant": variant, "exact": exact}
-    device = this_device(**where, threads=threads, draft_threads=draft_threads)
+    device = this_device(
+        provider=provider,
+        draft_provider=draft_provider,
+        threads=threads,
+        draft_threads=draft_threads,
+        variant=variant,
+        exact=exact,
+    )
     found = Bundle.read(check_path(bundle))
     codec = Codec(found.path / "tokenizer.json")
     vocabulary = check_vocabulary(found, codec)
@@ -261,17 +273,43 @@ def load(
     if entry is None and (draft_threads is not None or device.draft_provider != provider):
         raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
     known, note = read_tuned(found, device)
-    target = open_engine(found.model("target"), provider=provider, threads=device.threads, variant=variant, exact=exact)
+    target, draft = opened(found, device)
+    return Pair(
+        found,
+        codec,
+        target,
+        draft,
+        exact=exact,
+        batch_size=batch_size,
+        vocabulary=vocabulary,
+        known=known,
+        note=note,
+        draft_ahead=ahead,
+    )
+
+
+def opened(bundle: Bundle, device: Device) -> tuple[Engine, Engine | None]:
+    """The engines of a bundle's target and of its draft, if it has one, as ``device`` says. Raises EngineError."""
+    target = open_engine(
+        bundle.model("target"),
+        provider=device.provider,
+        threads=device.threads,
+        variant=device.variant,
+        exact=device.exact,
+    )
+    if "draft" not in bundle.manifest.models:
+        return target, None
     try:
-        draft = None
-        if entry is not None:
-            of_draft: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
-            draft = open_engine(found.model("draft"), **of_draft, variant=variant)
+        draft = open_engine(
+            bundle.model("draft"),
+            provider=device.draft_provider,
+            threads=device.draft_threads,
+            variant=device.variant,
+        )
     except BaseException:
         target.close()
         raise
-    made: dict[str, Any] = {"exact": exact, "batch_size": batch_size, "vocabulary": vocabulary, "draft_ahead": ahead}
-    return Pair(found, codec, target, draft, **made, known=known, note=note)
+    return target, draft
 
 
 def check_path(bundle: object) -> str:
