@@ -23,9 +23,9 @@ def check_request(prompt: Sequence[int], settings: Settings, engines: Mapping[st
         raise UsageError(f"prompt token ids must be from 0 to {spec.vocab_size - 1}, not {min(prompt)}..{max(prompt)}")
     if len(prompt) >= spec.max_context:
         raise ContextError(f"the prompt has {len(prompt)} tokens; this target takes at most {spec.max_context - 1}")
-    for token in (*settings.logit_bias, *settings.stop_token_ids):
-        if token >= spec.vocab_size:
-            raise UsageError(f"token id {token} is outside the vocabulary (0 to {spec.vocab_size - 1})")
+    for name in ("logit_bias", "stop_token_ids"):
+        if (token := max(getattr(settings, name), default=0)) >= spec.vocab_size:
+            raise UsageError(f"{name}: token id {token} is outside the vocabulary (0 to {spec.vocab_size - 1})")
     if settings.draft != "none" and settings.draft_length != "auto" and settings.draft_length >= spec.max_verify:
         raise UsageError(f"draft_length {settings.draft_length}: this target verifies 0 to {spec.max_verify - 1}")
     if settings.draft == "model" and "draft" not in engines:

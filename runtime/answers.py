@@ -71,7 +71,7 @@ class Stream(Iterator[Piece]):
     def result(self) -> Result:
         """The finished answer. Raises UsageError while pieces are still to come."""
         if self._result is None:
-            raise UsageError("the stream has no result yet: take its pieces to the end first")
+            raise UsageError("the stream has no result: its pieces were not taken to the end before another call")
         return self._result
 
 

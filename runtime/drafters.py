@@ -6,10 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from ..engines.base import LogitRow, Logits
-from ..errors import EngineError
+from ..errors import UsageError
 from .confidence import Watch, chance_of
 from .prefill import ALL, prefill
 from .sampling import Probs
@@ -295,19 +293,14 @@ class ModelDrafter:
     def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
         try:
             token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
-        except EngineError:
-            if not self._is_mute(logits):
+        except UsageError:  # of all that the draft can say nothing may be said; the target may know more
+            if self._vocabulary.identical:
                 raise
             return False
         draft.tokens.append(token)
         if q is not None:
             draft.q = [*(draft.q or []), q]
         return True
-
-    def _is_mute(self, logits: LogitRow) -> bool:
-        """Whether a row without a law is no failure: all that the draft can say is banned, and the target may know
-        more."""
-        return not self._vocabulary.identical and bool(np.isfinite(np.asarray(logits).max()))
 
 
 class Rereader(ModelDrafter):

@@ -8,8 +8,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitArray, Tokens
-from ..errors import EngineError
+from ..engines.base import LogitArray, LogitRow, Tokens
+from ..errors import EngineError, LeadoutError, UsageError
 from .noise import gumbel
 
 _SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + its size
@@ -62,4 +62,11 @@ def loudest(row: LogitArray, temperature: float, uniforms: NDArray[np.float64], 
 
 def not_finite() -> EngineError:
     """What is wrong with a row whose largest logit is no number."""
-    return EngineError("no finite maximum among the logits: NaN or infinity from the engine, or every token banned")
+    return EngineError("no finite maximum among the logits: NaN or infinity from the engine")
+
+
+def nothing_left(logits: LogitRow) -> LeadoutError:
+    """What is wrong where a request's settings left no finite logit of a row: the row itself, or they."""
+    if not np.isfinite(np.asarray(logits).max()):
+        return not_finite()
+    return UsageError("logit_bias and min_new_tokens leave no token to be written: at the least one must be possible")

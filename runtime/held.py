@@ -41,8 +41,8 @@ class Held:
         return same if same >= _LEAST else 0
 
 
-def agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+def agreement(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many tokens, or characters, two texts begin with in common."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most

@@ -107,6 +107,8 @@ class Pair:
     def answers(self, /, prompts: Sequence[Prompt], *, n: int = 1, **settings: Any) -> Iterator[tuple[int, Result]]:
         """The answers to a list of prompts as each is finished, with its index: n to a prompt, one prompt's after the
         other's. Arguments and errors as for ``generate``, raised before the first is asked for."""
+        if is_single(prompts):
+            raise UsageError("answers takes a list of prompts, not one: generate takes either")
         return self._results(self._start(prompts, settings, check_n(n)))
 
     def stream(self, /, prompt: Prompt, **settings: Any) -> Stream:
@@ -195,7 +197,7 @@ class Pair:
         return Result(
             text=answer.text.text[: answer.text.visible],
             token_ids=answer.token_ids,
-            finish_reason=event.finish_reason,
+            finish_reason="stop" if answer.text.stopped else event.finish_reason,
             lossless=answer.settings.draft == "none" or (self.exact and event.rule not in LOSSY and not branches),
             distance=event.stats.distance,
             rule=event.rule,

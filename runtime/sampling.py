@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..engines.base import LogitArray, LogitRow, Logits, Tops
 from . import buffers
-from .heads import loudest, not_finite, winner
+from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
 from .nucleus import nucleus_edge
 from .settings import Rule, Settings
@@ -91,7 +91,7 @@ class Chain:
         scores = self._penalised(logits, drafted)
         token = int(scores.argmax())
         if not math.isfinite(scores[token]):
-            raise not_finite()
+            raise nothing_left(logits)
         return token
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
@@ -167,7 +167,7 @@ class Chain:
             scores = self._penalised(logits, drafted)
             top = float(scores[scores.argmax()])
             if not math.isfinite(top):
-                raise not_finite()
+                raise nothing_left(logits)
             scores -= top
             return scores
         row, top = self._finite(logits)

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from ..errors import BundleError
+from .held import agreement
 
-# A decoder such as SentencePiece's drops a leading space; a few ids of context keep it.
-CONTEXT_IDS = 8
+# A decoder such as SentencePiece's drops a leading space; a few ids of context keep it, more where these begin within a
+# character.
+CONTEXT_IDS, MOST_CONTEXT_IDS = 8, 32
 _UNFINISHED = "\ufffd"
 
 
@@ -46,6 +47,58 @@ class Codec:
         return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
+class Spelling:
+    """Token ids become text one by one, each when its last character is complete.
+
+    Not ``tokenizers``' DecodeStream, which fails where a token changes what was said of those before it: a decoder with
+    byte fallback (Llama 2's, Mistral's, Gemma's) calls a whole run of bytes broken for one that is. What was said
+    stands here, and what cannot be read together with it is read alone.
+    """
+
+    def __init__(self, codec: Codec, context: Sequence[int]) -> None:
+        """``context`` are the last ids before, of which nothing is said."""
+        self._codec = codec
+        self._ids = list(context)  # those that were said last, and behind them those that were not
+        self._said, self._text = len(self._ids), codec.decode(self._ids)
+
+    def next(self, token_id: int) -> str:
+        """What ``token_id`` completes; nothing while it leaves a character unfinished."""
+        self._ids.append(token_id)
+        text = self._codec.decode(self._ids)
+        if text == self._text:  # a special token
+            return ""
+        if not text.endswith(_UNFINISHED):
+            new = self._beyond(text)
+        elif _UNFINISHED in (new := self._alone()):
+            return ""  # else those before are what cannot be finished any more
+        del self._ids[: self._said]
+        self._said, self._text = len(self._ids), self._codec.decode(self._ids)
+        return new
+
+    def rest(self) -> str:
+        """What no token completed, an unfinished character as U+FFFD."""
+        return self._beyond(self._codec.decode(self._ids))
+
+    def _beyond(self, text: str) -> str:
+        """What ``text``, that of all ids, adds to what was said."""
+        if text.startswith(self._text):
+            return text[len(self._text) :]
+        if self._text.endswith(_UNFINISHED):  # of the context: now it is finished
+            return text[agreement(text, self._text) :]
+        return self._alone()
+
+    def _alone(self) -> str:
+        return self._codec.decode(self._ids[self._said :])
+
+
+def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
+    """The end of a prompt: enough of it to read on."""
+    count = CONTEXT_IDS
+    while count < min(len(prompt), MOST_CONTEXT_IDS) and codec.decode(prompt[-count:]).startswith(_UNFINISHED):
+        count += 1
+    return list(prompt[-count:])
+
+
 class TextStream:
     """One answer as it grows: its text, the offset where each token's text ends, and how much may be shown.
 
@@ -57,8 +110,8 @@ class TextStream:
     def __init__(self, codec: Codec, prompt: Sequence[int], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         """``stop``: non-empty strings; one completed within the first ``min_tokens`` tokens does not count."""
         self._codec = codec
-        self._context = list(prompt[-CONTEXT_IDS:])
-        self._begin()
+        self._context = context_of(codec, prompt)
+        self._spelling = Spelling(codec, self._context)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -100,19 +153,20 @@ class TextStream:
             if count < len(self._ends):
                 del self._ends[count:]
                 self._text = self._text[: self._ends[-1] if self._ends else 0]
-                self._begin()
+                self._spelling = Spelling(self._codec, self._context)
                 for token_id in self._ids[: len(self._ends)]:
-                    self._next(token_id)
+                    self._spelling.next(token_id)
             self._stop_at = None  # its last character came with the last token
 
     def close(self) -> None:
-        """No more tokens: what was held back may be shown, an unfinished character as U+FFFD."""
-        whole, before = self._codec.decode(self._context + self._ids), self._codec.decode(self._context)
-        answer = _beyond(whole, before)  # it may finish the prompt's last character
-        if self._stop_at is None and answer.startswith(self.text):
-            self._text = answer
-            if self._ends:
-                self._ends[-1] = len(self._text)
+        """No more tokens: what was held back may be shown, an unfinished character as U+FFFD, which may stand in a stop
+        string."""
+        if self._stop_at is None and len(self._ids) > 0:
+            length = len(self.text)
+            self._text += self._spelling.rest()
+            self._ends[-1] = len(self._text)
+            if len(self._ids) > self._min_tokens:
+                self._find_stop(length)
         self._stop = ()
 
     def _catch_up(self) -> None:
@@ -120,28 +174,13 @@ class TextStream:
             self._read(token_id)
 
     def _read(self, token_id: int) -> None:
-        self._text += self._next(token_id)
+        self._text += self._spelling.next(token_id)
         self._ends.append(len(self._text))
 
-    def _begin(self) -> None:
-        """Stand at the end of the prompt. A decoder that begins behind an unfinished character (or behind U+FFFD, which
-        looks like one) would say all that it was given as context: such an end is fed to it, token by token."""
-        settled, whole = len(self._context), self._codec.decode(self._context)
-        before = whole
-        while before.endswith(_UNFINISHED):
-            settled -= 1
-            before = self._codec.decode(self._context[:settled])
-        self._decode = DecodeStream(ids=self._context[:settled], skip_special_tokens=True)
-        self._prompted = whole[len(before) :]
-        for token_id in self._context[settled:]:
-            self._decode.step(self._codec.tokenizer, token_id)
-
-    def _next(self, token_id: int) -> str:
-        """What ``token_id`` adds to the answer, without the prompt's end, unless it finishes a character of that."""
-        text = self._decode.step(self._codec.tokenizer, token_id) or ""
-        if text:
-            text, self._prompted = _beyond(text, self._prompted), ""
-        return text
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stop_at is not None
 
     @property
     def visible(self) -> int:
@@ -156,11 +195,3 @@ class TextStream:
         found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
         self._stop_at = min((at for at in found if at >= 0), default=None)
         return self._stop_at is not None
-
-
-def _beyond(text: str, before: str) -> str:
-    """``text`` without what it begins with in common with ``before``."""
-    same = 0
-    while same < min(len(text), len(before)) and text[same] == before[same]:
-        same += 1
-    return text[same:]

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from ..engines.base import LogitRow, Logits
-from ..errors import EngineError
+from ..errors import UsageError
 from . import sampling, trees
 from .confidence import Watch
 from .drafters import Draft, ModelDrafter
@@ -65,8 +65,8 @@ class TreeDrafter(ModelDrafter):
                 try:
                     nodes = range(first, first + width)
                     tokens, q = branch(row.sampler, self._vocabulary.row(scores), drafted, start, nodes)
-                except EngineError:
-                    if not self._is_mute(scores):
+                except UsageError:  # as in a chain
+                    if self._vocabulary.identical:
                         raise
             missing = width - len(tokens)
             draft.tokens += tokens + [0] * missing

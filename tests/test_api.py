@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import zlib
@@ -116,7 +117,7 @@ def test_a_drawn_seed_repeats_the_answer(pair: Pair) -> None:
 
 def test_stream_is_generate_in_pieces(pair: Pair) -> None:
     stream = pair.stream(PROMPT, max_new_tokens=30, stop=["zzzz"], draft_length=4)
-    with pytest.raises(UsageError, match="take its pieces to the end"):
+    with pytest.raises(UsageError, match="not taken to the end"):
         _ = stream.result
     pieces = list(stream)
     whole = pair.generate(PROMPT, max_new_tokens=30, stop=["zzzz"], draft_length=4)
@@ -210,6 +211,21 @@ def test_more_prompts_than_the_batch_run_in_groups_with_the_same_answers(tokeniz
     expected = [result.token_ids for result in wide.generate(prompts, max_new_tokens=9)]
     assert [result.token_ids for result in narrow.generate(prompts, max_new_tokens=9)] == expected
     assert max(rows for rows, _ in narrow.target.calls) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("one", [PROMPT, [5, 6], None, 5, {"a": 1}, {"a"}, Request(PROMPT)])
+def test_answers_are_to_a_list_of_prompts(pair: Pair, one: Any) -> None:
+    with pytest.raises(UsageError, match="a list of"):
+        pair.answers(one)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_bans_every_token_is_told_so_and_the_pair_goes_on(pair: Pair, temperature: float) -> None:
+    every = dict.fromkeys(range(pair.target.spec.vocab_size), -math.inf)
+    for draft in ("none", "model"):
+        with pytest.raises(UsageError, match="leave no token"):
+            pair.generate(PROMPT, logit_bias=every, draft=draft, temperature=temperature)
+    assert pair.generate(PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
 def test_all_prompts_are_checked_before_any_runs(tokenizer_file: Path) -> None:

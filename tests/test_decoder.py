@@ -307,8 +307,8 @@ def test_closing_early_leaves_the_decoder_usable_and_a_later_decode_ends_an_earl
         ([], Settings(), "at least one token"),
         ([23], Settings(), "from 0 to 22"),
         ([-1], Settings(), "from 0 to 22"),
-        ([1], Settings(logit_bias={99: 1.0}), "token id 99 is outside the vocabulary"),
-        ([1], Settings(stop_token_ids=(23,)), "token id 23 is outside the vocabulary .0 to 22."),
+        ([1], Settings(logit_bias={99: 1.0}), "logit_bias: token id 99 is outside the vocabulary"),
+        ([1], Settings(stop_token_ids=(23,)), "stop_token_ids: token id 23 is outside the vocabulary .0 to 22."),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_before_anything_runs(prompt, settings, message):

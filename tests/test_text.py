@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_foreign_draft import sentence_piece
 from tokenizers import Tokenizer
 
 from leadout.errors import BundleError
 from leadout.export.pairing import Vocabulary
+from leadout.runtime.held import agreement
 from leadout.runtime.text import Codec, TextStream
 
 END = 0
@@ -184,3 +188,62 @@ def test_a_tokenizer_saved_as_it_was_used_in_training_cuts_nothing_off(tokenizer
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids == expected[:4] + [7] * 60
     assert Codec(tmp_path / "tokenizer.json").encode(text) == expected
     assert Vocabulary.read("saved", tmp_path / "tokenizer.json", 512).tokenizer.encode(text).ids == expected
+
+
+def test_an_unfinished_character_at_the_end_may_complete_a_stop_string(codec: Codec) -> None:
+    first = codec.encode("\N{BICYCLE}")[0]  # a byte of several
+    ids = [*codec.encode("ab"), first]
+    assert written(codec, "x =", [ids])[1] == "ab\ufffd"
+    for stop, text in (("\ufffd", "ab"), ("b\ufffd", "a"), ("c\ufffd", "ab\ufffd")):
+        kept, shown, _ = written(codec, "x =", [ids], stop=(stop,))
+        assert (kept, shown) == (ids, text)
+    stream = TextStream(codec, [], ("\ufffd",), min_tokens=len(ids))
+    stream.push(ids)
+    stream.close()
+    assert not stream.stopped and stream.text == "ab\ufffd", "no stop before there are so many"
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+    """As Llama 2's and Mistral's: characters that it does not know are bytes, a token each."""
+    path = tmp_path_factory.mktemp("bytewise") / "tokenizer.json"
+    sentence_piece(400).save(str(path))
+    return Codec(path)
+
+
+@given(data=st.data(), text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
+def test_any_text_is_read_on_from_any_prompt_in_bytes_that_no_token_stands_for(
+    bytewise: Codec, data: st.DataObject, text: str
+) -> None:
+    ids = bytewise.encode(text)
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    before, whole = bytewise.decode(ids[:cut]), bytewise.decode(ids)
+    stream = TextStream(bytewise, ids[:cut])
+    stream.push(ids[cut:])
+    stream.close()
+    assert stream.text == whole[agreement(before, whole) :]
+
+
+@given(ids=st.lists(st.integers(0, 399), min_size=1, max_size=40), cut=st.integers(0, 39))
+def test_broken_bytes_cost_what_stands_beside_them_at_most(bytewise: Codec, ids: list[int], cut: int) -> None:
+    """Random ids hold runs of bytes that no text has: such a byte is shown as U+FFFD, or as what it is."""
+    cut = min(cut, len(ids))
+    stream, shown = TextStream(bytewise, ids[:cut]), [""]
+    for token_id in ids[cut:]:
+        stream.push([token_id])
+        shown.append(stream.text)
+    stream.close()
+    assert all(later.startswith(earlier) for earlier, later in pairwise([*shown, stream.text]))
+    letters = [character for character in bytewise.decode(ids[cut:]) if character.isascii() and character.isalpha()]
+    assert Counter(letters) <= Counter(stream.text), "no letter that stands for itself is lost"
+
+
+def test_a_byte_that_was_shown_stays_where_the_next_one_is_broken(bytewise: Codec) -> None:
+    newline, broken, letter = (bytewise.tokenizer.token_to_id(token) for token in ("<0x0A>", "<0xF0>", "e"))
+    assert bytewise.decode([newline, broken, letter]) == "\ufffd\ufffde", "what is said of a whole run"
+    stream = TextStream(bytewise, bytewise.encode("x"))
+    for token_id, text in ((newline, "\n"), (broken, "\n"), (letter, "\n\ufffde")):
+        stream.push([token_id])
+        assert stream.text == text
+    stream.close()
+    assert stream.text == "\n\ufffde"

@@ -244,10 +244,10 @@ def a_draft_that_may_say_nothing_is_silent(monkeypatch: Any = None) -> None:
         assert [text] == collect(Decoder(target, None).decode([([0], plain)]), 1)[0]
         assert last[0].stats.drafted == 0
     broken = ToyEngine(lambda context: np.array([np.nan, 1.0]), 2)
-    for draft in drafts:
+    for draft, bias in itertools.product(drafts, ({}, {1: 1.0})):
         refused = ""
         try:
-            list(Decoder(target, broken, vocabulary=ids).decode([([0], Settings(**draft))]))
+            list(Decoder(target, broken, vocabulary=ids).decode([([0], Settings(logit_bias=bias, **draft))]))
         except EngineError as error:
             refused = str(error)
         assert "no finite maximum" in refused
@@ -312,11 +312,11 @@ MUTANTS = [
     Mutant("q over the draft's own ids", drafters.ModelDrafter, "_choose", "self._vocabulary.row(logits)", "logits"),
     Mutant("ties go to the draft's order", vocabulary.VocabularyMap, "__init__", 'np.argsort(outputs, kind="stable")',
            "np.r_[np.flatnonzero(outputs < 0), np.flatnonzero(outputs >= 0)]"),
-    Mutant("broken logits are a silence", drafters.ModelDrafter, "_is_mute", "np.isfinite(np.asarray(logits).max())",
-           "True"),
-    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_is_mute", "not self._vocabulary.identical",
-           "False"),
-    Mutant("broken logits are no branch", tree_drafter.TreeDrafter, "_grow", "not self._is_mute(scores)", "False"),
+    Mutant("broken logits are a silence", sampling, "nothing_left", "if not np.isfinite(np.asarray(logits).max())",
+           "if 0"),
+    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_choose", "if self._vocabulary.identical:",
+           "if True:"),
+    Mutant("no branch is an error", tree_drafter.TreeDrafter, "_grow", "if self._vocabulary.identical:", "if True:"),
     Mutant("noise by the draft's order", sampling.Sampler, "_propose_among", "row.size, row.ids)",
            "row.size, np.arange(row.ids.size))"),
     Mutant("q over few tokens only", sampling.Sampler, "_propose_among", "), q", "), law"),
