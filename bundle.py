@@ -267,8 +267,10 @@ def check_file(folder: Path, entry: FileEntry) -> None:
     """Raise BundleError unless the file is there, inside ``folder``, whole and unchanged."""
     path = folder / entry.file
     try:
-        if not _is_plain(entry.file) or path.is_symlink():
+        if not _is_plain(entry.file):
             raise BundleError(f"{MANIFEST}: file '{entry.file}' leaves the bundle; only plain names are allowed")
+        if path.is_symlink():
+            raise BundleError(f"{path} is a link, which may leave the bundle; copy the files themselves (cp -rL)")
         if not path.is_file():
             raise BundleError(f"{path} is missing; copy the whole bundle or export it again")
         size = path.stat().st_size

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from ..bundle import ModelEntry, file_entry
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
-from .checkpoint import Checkpoint, context_length, load, other_reading, read_config, save_texts, vocabulary
+from .checkpoint import Checkpoint, context_length, load, other_reading, quiet, read_config, save_texts, vocabulary
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
@@ -90,7 +90,7 @@ def export_pair(
         if mask is not None and draft_precision is None:
             choice = choice.in_one_step(precision)
     draft_context = min(context, context_length(configs["draft"])) if choice is not None else context
-    with aside(place, progress) as folder:
+    with quiet(), aside(place, progress) as folder:
         _keep_texts(sources["target"], tokens, folder, progress)
         checkpoint = load(sources["target"], context)
         sampling = choose_sampling(folder, checkpoint.sampling, progress)

@@ -20,8 +20,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..bundle import CacheShape
@@ -34,6 +34,7 @@ from .stored import Standins
 
 OPSET = 24
 NAME = "leadout_slots"
+Uncached: type = getattr(cache_utils, "DummyLayer", type(None))  # a layer that keeps nothing (transformers 5.24)
 WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
 
 
@@ -101,6 +102,9 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
         beside = {} if features_in is None else {"features": features_in}
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
         layers = [SlotLayer(past[i], past[i + 1], past_lens) for i in range(0, len(past), 2)]
+        kinds = DynamicCache(config=self.model.config.get_text_config(decoder=True)).layers
+        own = iter(layers)
+        spread = [layer if isinstance(layer, Uncached) else next(own) for layer in kinds] or layers
         # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
         everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
         taps = () if self.reader is None else self.reader.config.taps
@@ -109,7 +113,7 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
                 input_ids=input_ids,
                 attention_mask=everything,
                 position_ids=position_ids,
-                past_key_values=Cache(layers=layers),
+                past_key_values=Cache(layers=spread),
                 use_cache=True,
                 **beside,
             )
@@ -174,7 +178,7 @@ def slot_attention(
     if softcap:
         attributes["softcap"] = float(softcap)
     if sinks is not None:
-        return _beside_sinks(query, key, value, attention_mask, attributes, sinks).transpose(1, 2), None
+        return _beside_sinks(query, key, value, attention_mask, attributes, sinks).transpose(1, 2).contiguous(), None
     out = symbolic(
         "Attention",
         (query, key, value, attention_mask),
@@ -183,7 +187,7 @@ def slot_attention(
         shape=(*query.shape[:3], value.shape[-1]),
         version=24,
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as transformers' own: some models look at it by a view
 
 
 def _beside_sinks(
@@ -240,11 +244,15 @@ def _set_experts(model: PreTrainedModel, name: str | None) -> str | None:
 
 
 def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
-    """Every layer's cache, measured with one eager step. Raises ExportError for state that no length can rewind."""
+    """Every layer's cache, but of those that read another's (Gemma 3n and 4), measured with one eager step. Raises
+    ExportError for state that no length can rewind."""
     with torch.no_grad():
-        cache = model(input_ids=torch.tensor([[1, 2]]), use_cache=True).past_key_values
+        out = model(input_ids=torch.tensor([[1, 2]]), use_cache=True)
+    cache = getattr(out, "past_key_values", None)
     shapes = []
     for index, layer in enumerate(getattr(cache, "layers", [])):
+        if isinstance(layer, Uncached):
+            continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or hasattr(layer, "recurrent_states") or keys.shape[-2] != 2:
             raise ExportError(

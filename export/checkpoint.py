@@ -37,6 +37,9 @@ _WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights ar
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
 
 
+_ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A causal language model, which computes in float32 (``stored.py``), and what its files say about using it.
@@ -74,16 +77,30 @@ def read_config(source: str | Path) -> Any:
     """
     place = str(source)
     if Path(place).exists() and not (Path(place) / "config.json").is_file():
-        raise ExportError(f"'{place}' is not a checkpoint: config.json is missing")
+        raise ExportError(f"'{place}' is not a checkpoint: config.json is missing{_instead(Path(place))}")
     try:
-        config = AutoConfig.from_pretrained(place)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except StrictDataclassError as error:  # it says which check failed, its cause why
         raise ExportError(f"config.json of '{place}' is wrong: {first_line(error.__cause__ or error)}") from None
     except Exception as error:  # a configuration's own code raises what it likes
+        if "trust_remote_code" in str(error):
+            raise ExportError(
+                f"'{place}' cannot be exported: its model is code of its own (auto_map in config.json), which is not"
+                " run"
+            ) from None
         raise ExportError(f"no checkpoint '{place}': {first_line(error)}") from None
     if reason := _refusal(config):
         raise ExportError(f"{_name(config)} cannot be exported: {reason}")
     return config
+
+
+def _instead(place: Path) -> str:
+    """What a directory without a configuration is, if that can be told, and what to do."""
+    if (place / "adapter_config.json").is_file():
+        return "; it is an adapter (LoRA): merge it into the model it was trained for, and export that"
+    if place.suffix == ".gguf" or any(place.glob("*.gguf")):
+        return "; GGUF files are not read: export the checkpoint they were made of"
+    return ""
 
 
 def context_length(config: Any, wanted: int | None = None) -> int:
@@ -140,7 +157,10 @@ def save_texts(source: str, folder: Path) -> None:
     for name in TEXTS:
         path = find_file(source, name)
         if path is not None:
-            shutil.copyfile(path, folder / name)
+            try:
+                shutil.copyfile(path, folder / name)
+            except PermissionError as error:
+                raise ExportError(f"'{path}' cannot be read: {error.strerror}") from None
         elif name == "tokenizer.json":
             raise ExportError(
                 f"'{source}' has no tokenizer.json; make one with"
@@ -152,8 +172,8 @@ def other_reading(source: str, own: Vocabulary) -> str | None:
     """What transformers' tokenizer of a checkpoint reads otherwise than its ``tokenizer.json``, by which a bundle goes
     (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found."""
     try:
-        with _quiet():
-            theirs = AutoTokenizer.from_pretrained(source)
+        with quiet():
+            theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             text = PROBE + " ".join(theirs.get_added_vocab())
             found = theirs(text)["input_ids"]
     except Exception:  # a class of its own, not of transformers: there is nothing to compare with
@@ -189,9 +209,10 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
     try:
         narrow = narrow_type(_weight_files(source))
-        with _quiet(), contextlib.nullcontext() if narrow is None else narrow_weights(narrow):
+        with quiet(), contextlib.nullcontext() if narrow is None else narrow_weights(narrow):
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
+                trust_remote_code=False,
                 dtype=torch.float32,
                 attn_implementation="eager",
                 output_loading_info=True,
@@ -248,8 +269,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Progress is the caller's to show, and what loading reports is judged, not printed."""
+def quiet() -> Iterator[None]:
+    """Progress is the caller's to show, and what transformers reports is judged, not printed."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -272,7 +293,7 @@ def _refusal(config: Any) -> str | None:
         return "transformers has no causal language model for it"
     if rope.get("rope_type") == "dynamic":
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
-    if "linear_attention" in kinds or "conv" in kinds or _is_recurrent(config):
+    if "linear_attention" in kinds or "conv" in kinds or _is_recurrent(config, kinds):
         return "it keeps recurrent state, which cannot be rolled back by length"
     if (method := _method(config)) not in (None, _WIDENED):
         return f"its weights are quantised ({method}); export the original checkpoint"
@@ -288,7 +309,10 @@ def _method(config: Any) -> str | None:
     return str(method or "by an unknown method")
 
 
-def _is_recurrent(config: Any) -> bool:
+def _is_recurrent(config: Any, kinds: set[str]) -> bool:
+    """Whether layers of these ``kinds`` (none: it does not say) keep state: a class that may have such need not."""
+    if kinds and kinds <= _ATTENTION:
+        return False
     mapping = AutoModelForCausalLM._model_mapping
     return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
 

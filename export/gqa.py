@@ -39,7 +39,7 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows, and writes a slot
     more, where the new input ``least_width`` is 2 and not 1. Returns 0 where a layer is left that does not.
     """
-    layers = [layer for layer in layers_of(model) if fusable(layer)]
+    layers, all_of_them = [layer for layer in layers_of(model) if fusable(layer)], _attending(model)
     padding = Padding(model, asked=True) if even else None
     if layers:
         lengths = lengths_of(model, padding)
@@ -47,7 +47,7 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
         fuse_attention(model, layer, lengths, padding)
     fuse_skip_norm(model)
     sweep(model)
-    return 0 if even and len(layers) < _cached_layers(model) else len(layers)
+    return 0 if even and len(layers) < all_of_them else len(layers)
 
 
 def to_gqa_even(model: ir.Model) -> int:
@@ -62,7 +62,7 @@ def to_grouped(model: ir.Model) -> int:
     of its own, one is added). A head's keys are packed once for its group: no slower than ``to_nonpad`` on a CPU.
     Returns how many layers changed, 0 where one is left.
     """
-    layers = [n for n in model.graph if n.op_type == "Attention" and _groupable(n)]
+    layers, all_of_them = [n for n in model.graph if n.op_type == "Attention" and _groupable(n)], _attending(model)
     padding = Padding(model)
     masks: dict[int, ir.Value] = {}
     for old in layers:
@@ -72,7 +72,7 @@ def to_grouped(model: ir.Model) -> int:
             _accompany(model, old, padding)
     fuse_skip_norm(model)
     sweep(model)
-    return 0 if len(layers) < _cached_layers(model) else len(layers)
+    return 0 if len(layers) < all_of_them else len(layers)
 
 
 def to_nonpad(model: ir.Model) -> int:
@@ -142,10 +142,10 @@ def layers_of(model: ir.Model) -> list[Layer]:
 
 
 def fusable(layer: Layer) -> bool:
-    """Whether GroupQueryAttention takes the layer's heads: keys as wide as values, in eights (open_llama_3b's 100 are
-    not)."""
-    width = dims(layer.attention.inputs[0])[-1]
-    return bool(width == dims(layer.value.inputs[0])[-1] and width % _MULTIPLE == 0)
+    """Whether GroupQueryAttention takes the layer: heads whose keys are as wide as their values, in eights
+    (open_llama_3b's 100 are not), and a cache that no other layer reads (Gemma 3n's and 4's do)."""
+    width, alone = dims(layer.attention.inputs[0])[-1], len(layer.key.outputs[0].uses()) == 1
+    return bool(alone and width == dims(layer.value.inputs[0])[-1] and width % _MULTIPLE == 0)
 
 
 def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
@@ -176,8 +176,10 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     return True, None if width == _PROBED_SLOTS else width
 
 
-def _cached_layers(model: ir.Model) -> int:
-    return sum(str(v.name).endswith(".key") for v in model.graph.inputs)
+def _attending(model: ir.Model) -> int:
+    """How many layers attend, those included whose attention is no node and those that have no cache of their own."""
+    cached = sum(str(v.name).endswith(".key") for v in model.graph.inputs)
+    return max(cached, len([n for n in model.graph if n.op_type == "Attention"]))
 
 
 def _groupable(attention: ir.Node) -> bool:

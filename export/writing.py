@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +28,7 @@ TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gene
 
 def destination(out: str | Path) -> Path:
     """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced)."""
-    place = Path(out)
+    place = Path(out).expanduser()
     with _named(place):
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise ExportError(f"'{place}' is not a directory; choose another place for the bundle")
@@ -73,7 +74,15 @@ def _discard(place: Path, process: int) -> None:
         with _named(place):
             old.rename(place)
     for path in (folder, old):
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, with all in it that may be removed: its folders may be read-only, as on a device."""
+    for folder, _, _ in os.walk(path):
+        with contextlib.suppress(OSError):
+            Path(folder).chmod(stat.S_IRWXU)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear(place: Path, progress: Callable[[str], None]) -> None:

@@ -26,6 +26,7 @@ from ..errors import LeadoutError
 
 COMMANDS = ("export", "generate", "chat", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
 STREAMS = ("stdout", "stderr")
+_MOMENT = 0.05  # seconds
 
 
 class Commands(click.Group):
@@ -38,6 +39,10 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f".cmd_{cmd_name}", __package__).command
+        for option in command.params:  # variables are named as options are, whatever a function calls them
+            if isinstance(option, click.Option):
+                flag = max(option.opts, key=len)
+                option.envvar = f"LEADOUT_{cmd_name}_{flag.lstrip('-').replace('-', '_')}".upper()
         return command
 
     def resolve_command(
@@ -127,21 +132,38 @@ class Stopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise Stopped inside, once: a terminal that closes sends more than one, and what they end must
-    come to its end. One that is ignored, as under nohup, stays so."""
+    come to its end. One that is ignored, as under nohup, stays so. Where Python drops an exception (in a destructor, a
+    callback of C) it comes again a moment later; so does Ctrl-C."""
+    again: list[threading.Timer] = []
 
     def stop(number: int, frame: object) -> None:
         for each in ours:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
+    def dropped(unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(error := unraisable.exc_value, KeyboardInterrupt):
+            told(unraisable)
+            return
+        number = error.signal if isinstance(error, Stopped) else signal.SIGINT
+        for each in ours:
+            signal.signal(each, stop)
+        again.append(threading.Timer(_MOMENT, signal.raise_signal, [number]))
+        again[-1].daemon = True
+        again[-1].start()
+
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     main_thread = threading.current_thread() is threading.main_thread()  # no other may say what a signal does
     ours = [number for number in known if main_thread and signal.getsignal(number) == signal.SIG_DFL]
     for number in ours:
         signal.signal(number, stop)
+    told, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield
     finally:
+        sys.unraisablehook = told
+        for timer in again:
+            timer.cancel()
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
 

@@ -13,7 +13,7 @@ import click
 from ..errors import UsageError
 from .cli import Stopped
 from .cmd_generate import summarise, write_pieces
-from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, given, options, taken
+from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, given, options, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Piece
@@ -27,6 +27,7 @@ LENGTH = "--max-new-tokens"
 @click.option(
     "--variable",
     "variables",
+    type=TEXT,
     multiple=True,
     metavar="NAME=JSON",
     help="What else the chat template reads, for instance enable_thinking=false. Repeatable.",

@@ -39,7 +39,11 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     "--draft-vocabulary", metavar="N|FILE", help="Let the draft say only its N likeliest tokens, or the ids in FILE."
 )
 @click.option(
-    "--calibration", multiple=True, metavar="TEXTFILE", help="A text whose tokens are the likely ones. Repeatable."
+    "--calibration",
+    type=click.Path(),
+    multiple=True,
+    metavar="TEXTFILE",
+    help="A text whose tokens are the likely ones. Repeatable.",
 )
 @click.option(
     "--mask-token",

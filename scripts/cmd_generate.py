@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, Line, given, named, options, read_prompts, taken
+from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Piece, Result, Stream
@@ -35,7 +35,15 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 @click.command("generate")
 @click.argument("bundle", type=BUNDLE)
-@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="What to continue. Repeatable: a batch.")
+@click.option(
+    "-p",
+    "--prompt",
+    "prompts",
+    type=TEXT,
+    multiple=True,
+    metavar="TEXT",
+    help="What to continue. Repeatable: a batch.",
+)
 @click.option(
     "--batch-file",
     type=click.Path(),

@@ -32,6 +32,15 @@ class BundlePath(click.Path):
 BUNDLE = BundlePath()
 
 
+class Text(click.types.StringParamType):
+    """Any text. Of several that one environment variable gives, each is a line."""
+
+    envvar_list_splitter = "\n"
+
+
+TEXT = Text()
+
+
 def draft_length(value: str) -> int | str:
     """A number of tokens, or ``auto``. The range is checked by ``Settings``, as in the Python API."""
     try:
@@ -79,7 +88,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--logit-bias",
         {"type": bias, "multiple": True, "metavar": "ID=VALUE", "help": "Add VALUE to a token's logit. Repeatable."},
     ),
-    ("--stop", {"multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
+    ("--stop", {"type": TEXT, "multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
     ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
     ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
     ("--seed", {"type": int, "metavar": "S", "help": "Repeat a text exactly."}),

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import leadout
 from leadout.runtime.pair import Piece
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
-from leadout.scripts.cli import COMMANDS, main
+from leadout.scripts.cli import COMMANDS, Stopped, main, stopped_by_signals
 from leadout.scripts.cmd_generate import summarise, write_stream
 from leadout.scripts.options import given
 
@@ -356,3 +357,39 @@ def test_export_without_its_extra_says_which(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(builtins, "__import__", without_torch)
     result = run("export", "a", "-o", tmp_path / "x")
     assert result.exit_code == 4 and "pip install 'leadout[export]'" in result.stderr
+
+
+class Swallows:
+    """What Python raises in a destructor is dropped."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, Stopped), (signal.SIGHUP, Stopped), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_that_nobody_heard_comes_again(number: signal.Signals, error: type[BaseException]) -> None:
+    hook = sys.unraisablehook
+    with pytest.raises(error), stopped_by_signals():
+        made = Swallows(number)
+        del made
+        time.sleep(10)
+    assert sys.unraisablehook is hook and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_options_come_from_variables_of_their_names(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PROMPT": f"{PROMPT}a b\nc d", "JSON": "1", "MAX_NEW_TOKENS": "3", "STOP": "x y"}.items():
+        monkeypatch.setenv(f"LEADOUT_GENERATE_{name}", value)
+    lines = run("generate", tiny_bundle).stdout.splitlines()
+    assert len(lines) == len(f"{PROMPT}a b\nc d".splitlines()), "a prompt a line"
+    assert all(len(json.loads(line)["token_ids"]) == 3 for line in lines)
+    for name in COMMANDS:
+        made = main.get_command(click.Context(main), name)
+        assert made is not None
+        options = [each for each in made.params if isinstance(each, click.Option)]
+        assert all(f"--{str(each.envvar).removeprefix(f'LEADOUT_{name.upper()}_').lower().replace('_', '-')}"
+                   in each.opts for each in options)  # fmt: skip

@@ -70,6 +70,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},
         {"gqa", "nonpad"},
     ),
+    "gemma4_shared": (  # the last two layers read the keys and values of the two before
+        "Gemma4TextConfig",
+        GROUPED
+        | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "sliding_window": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        {"grouped", "nonpad", "tree"},
+    ),
     "phi3": ("Phi3Config", GROUPED, {"gqa", "nonpad"}),
     "phi3_longrope": (
         "Phi3Config",
@@ -97,6 +104,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         | {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},
         {"gqa", "nonpad"},
     ),
+    "granite_4": (  # of a class that may keep state
+        "GraniteMoeHybridConfig",
+        GROUPED
+        | {"layer_types": ["attention", "attention"], "num_local_experts": 0, "shared_intermediate_size": 128}
+        | {"mamba_n_heads": 8, "mamba_d_head": 16, "position_embedding_type": "rope"},
+        {"gqa", "nonpad"},
+    ),
+    "afmoe": (  # looks at what attention gives by a view
+        "AfmoeConfig",
+        GROUPED
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"sliding_window": 8, "num_dense_layers": 1},
+        {"gqa"},
+    ),
     "olmo2": ("Olmo2Config", GROUPED, {"gqa", "nonpad"}),
     "starcoder2": ("Starcoder2Config", GROUPED, {"gqa", "nonpad"}),
     "stablelm": ("StableLmConfig", GROUPED, {"grouped"}),
@@ -117,7 +138,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 # How many values can be scaled before rounding: three in each of two layers and one before the head, but where norms
 # come after products, activations bend what goes on, a router chooses, or one norm serves attention and the rest.
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
-SCALED |= {"olmo2": 3, "mixtral": 3, "gpt_oss": 3}
+SCALED |= {"olmo2": 3, "mixtral": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 

@@ -116,15 +116,36 @@ def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     assert refuse_config(tmp_path, **config).match(reason)
 
 
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anybody asked whether it may be."""
+    ran = tmp_path / "ran"
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "own.py").write_text(f"open({str(ran)!r}, 'w')")
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (source / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    with pytest.raises(ExportError, match=r"code of its own .auto_map in config\.json., which is not run"):
+        export_pair(source, None, tmp_path / "out")
+    assert not ran.exists()
+
+
 def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ExportError, match=r"config\.json is missing"):
-        export_pair(tmp_path / "empty", None, tmp_path / "out")
+    for name, there, hint in (
+        ("empty", "", r"missing$"),
+        ("adapter", "adapter_config.json", "an adapter .LoRA.: merge it"),
+        ("gguf", "model.Q4_0.gguf", "GGUF files are not read"),
+    ):
+        (tmp_path / name).mkdir()
+        if there:
+            (tmp_path / name / there).touch()
+        with pytest.raises(ExportError, match=rf"config\.json is missing.*{hint}" if there else hint):
+            export_pair(tmp_path / name, None, tmp_path / "out")
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
     assert require_there("owner/name") == "owner/name", "a hub's to know"
-    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf"}
 
 
 @pytest.mark.parametrize(

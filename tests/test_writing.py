@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support_graphs import Shape, entry
 
-from leadout.bundle import FileEntry, read_manifest
+from leadout.bundle import MANIFEST, FileEntry, read_manifest
 from leadout.errors import ExportError
 from leadout.export.writing import _lock, aside, destination, write_manifest
 
@@ -23,6 +23,18 @@ def test_a_bundle_is_said_to_be_replaced_before_it_is(tmp_path: Path) -> None:
         with aside(out, said.append) as folder:
             assert said == ([f"replacing the bundle at {out}, with its engines and tuned.json"] if old else [])
             (folder / "leadout.json").write_text("{}")
+
+
+def test_a_bundle_that_was_read_only_is_replaced_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    out = destination("~/out")
+    (out / "target").mkdir(parents=True)
+    for name in ("leadout.json", "target/model.onnx"):
+        (out / name).touch()
+    (out / "target").chmod(0o500)
+    with aside(out, print) as folder:
+        (folder / "leadout.json").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and [path.name for path in out.iterdir()] == [MANIFEST]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
