@@ -56,23 +56,24 @@ class Spelling:
     """
 
     def __init__(self, codec: Codec, context: Sequence[int]) -> None:
-        """``context`` are the last ids before, of which nothing is said."""
+        """``context`` are the last ids before, of which nothing is said but a character that they leave unfinished."""
         self._codec = codec
+        settled = len(context)
+        while settled and codec.decode(context[:settled]).endswith(_UNFINISHED):
+            settled -= 1
         self._ids = list(context)  # those that were said last, and behind them those that were not
-        self._said, self._text = len(self._ids), codec.decode(self._ids)
+        self._said, self._text = settled, codec.decode(context[:settled])
+        self._before = self._alone()  # what the context leaves unfinished, as it looks where nothing finishes it
 
     def next(self, token_id: int) -> str:
         """What ``token_id`` completes; nothing while it leaves a character unfinished."""
         self._ids.append(token_id)
         text = self._codec.decode(self._ids)
-        if text == self._text:  # a special token
+        if text == self._text or text.endswith(_UNFINISHED):  # a special token, or there is more to come
             return ""
-        if not text.endswith(_UNFINISHED):
-            new = self._beyond(text)
-        elif _UNFINISHED in (new := self._alone()):
-            return ""  # else those before are what cannot be finished any more
+        new = self._beyond(text)
         del self._ids[: self._said]
-        self._said, self._text = len(self._ids), self._codec.decode(self._ids)
+        self._said, self._text, self._before = len(self._ids), self._codec.decode(self._ids), ""
         return new
 
     def rest(self) -> str:
@@ -81,11 +82,8 @@ class Spelling:
 
     def _beyond(self, text: str) -> str:
         """What ``text``, that of all ids, adds to what was said."""
-        if text.startswith(self._text):
-            return text[len(self._text) :]
-        if self._text.endswith(_UNFINISHED):  # of the context: now it is finished
-            return text[agreement(text, self._text) :]
-        return self._alone()
+        new = text[len(self._text) :] if text.startswith(self._text) else self._alone()
+        return new[agreement(new, self._before) :]
 
     def _alone(self) -> str:
         return self._codec.decode(self._ids[self._said :])

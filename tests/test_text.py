@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_foreign_draft import sentence_piece
+from test_mutants import Mutant, must_die
 from tokenizers import Tokenizer
 
 from leadout.errors import BundleError
 from leadout.export.pairing import Vocabulary
-from leadout.runtime.held import agreement
-from leadout.runtime.text import Codec, TextStream
+from leadout.runtime import text as text_module
+from leadout.runtime.text import Codec, Spelling, TextStream
 
 END = 0
 
@@ -211,17 +213,17 @@ def bytewise(tmp_path_factory: pytest.TempPathFactory) -> Codec:
     return Codec(path)
 
 
-@given(data=st.data(), text=st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
+@given(data=st.data(), text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=30))
 def test_any_text_is_read_on_from_any_prompt_in_bytes_that_no_token_stands_for(
     bytewise: Codec, data: st.DataObject, text: str
 ) -> None:
     ids = bytewise.encode(text)
     cut = data.draw(st.integers(0, len(ids) - 1))
-    before, whole = bytewise.decode(ids[:cut]), bytewise.decode(ids)
+    finished = next(n for n in range(cut, -1, -1) if not bytewise.decode(ids[:n]).endswith("\ufffd"))
     stream = TextStream(bytewise, ids[:cut])
     stream.push(ids[cut:])
     stream.close()
-    assert stream.text == whole[agreement(before, whole) :]
+    assert stream.text == bytewise.decode(ids)[len(bytewise.decode(ids[:finished])) :]
 
 
 @given(ids=st.lists(st.integers(0, 399), min_size=1, max_size=40), cut=st.integers(0, 39))
@@ -234,8 +236,9 @@ def test_broken_bytes_cost_what_stands_beside_them_at_most(bytewise: Codec, ids:
         shown.append(stream.text)
     stream.close()
     assert all(later.startswith(earlier) for earlier, later in pairwise([*shown, stream.text]))
-    letters = [character for character in bytewise.decode(ids[cut:]) if character.isascii() and character.isalpha()]
-    assert Counter(letters) <= Counter(stream.text), "no letter that stands for itself is lost"
+    tokens = [bytewise.tokenizer.id_to_token(token_id) for token_id in ids[cut:]]
+    letters = "".join(token for token in tokens if not token.startswith("<"))
+    assert Counter(filter(str.isalpha, letters)) <= Counter(stream.text), "no letter that stands for itself is lost"
 
 
 def test_a_byte_that_was_shown_stays_where_the_next_one_is_broken(bytewise: Codec) -> None:
@@ -247,3 +250,51 @@ def test_a_byte_that_was_shown_stays_where_the_next_one_is_broken(bytewise: Code
         assert stream.text == text
     stream.close()
     assert stream.text == "\n\ufffde"
+
+
+def spell(codec: Codec, prompt: list[int], answer: list[int], **options: Any) -> list[str]:
+    """What stands there after each token, and at the end."""
+    stream, shown = TextStream(codec, prompt, **options), list[str]()
+    for token_id in answer:
+        stream.push([token_id])
+        shown.append(stream.text)
+    stream.close()
+    return [*shown, stream.text[: stream.visible]]
+
+
+def what_is_read_in_bytes(codec: Codec) -> None:
+    def of(text: str) -> list[int]:
+        return [codec.tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+
+    newline, (lead, *_), letter = of("\n"), of("\N{BICYCLE}"), codec.tokenizer.token_to_id("e")
+    assert spell(codec, codec.encode("x"), [*newline, lead, letter]) == ["\n", "\n", "\n\ufffde", "\n\ufffde"]
+    syllables = "\ubdc1\ubdc2\ubdc3\ubdc4"
+    assert spell(codec, codec.encode("x " + syllables), [*of("\ubdc5"), letter])[2:] == ["\ubdc5", *["\ubdc5e"] * 2]
+    assert spell(codec, codec.encode("x"), [*of("\ubdc1"), lead, letter])[-1] == "\ubdc1\ufffde"
+    for before in ("x", "x " + syllables):
+        begun = [*codec.encode(before), *of("\N{BICYCLE}")[:2]]
+        assert spell(codec, begun, of("\N{BICYCLE}")[2:])[-1] == "\N{BICYCLE}"
+    assert spell(codec, [*codec.encode("x"), lead], [letter, *newline]) == ["e", "e\n", "e\n"], (
+        "what is broken stays so"
+    )
+    assert spell(codec, codec.encode("x"), [letter, lead], stop=("e\ufffd",))[-1] == ""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        Mutant("a context is as it comes", text_module, "context_of", ".startswith(_UNFINISHED)", " is None"),
+        Mutant("what was said is said anew", Spelling, "_beyond", "text.startswith(self._text)", "True"),
+        Mutant("what the prompt left is said", Spelling, "_beyond", "agreement(new, self._before)", "0"),
+        Mutant(
+            "all waits for what is broken", Spelling, "next", "_UNFINISHED in (new := self._alone())", "self._alone()"
+        ),
+        Mutant("nothing waits", Spelling, "next", "or text.endswith(_UNFINISHED)", ""),
+        Mutant("the last character stops nothing", TextStream, "close", "self._find_stop(length)", "pass"),
+        Mutant("the rest is lost", TextStream, "close", "self._spelling.rest()", "''"),
+    ],
+    ids=lambda mutant: mutant.bug,
+)
+def test_mutant_is_killed(mutant: Mutant, bytewise: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    what_is_read_in_bytes(bytewise)
+    must_die(mutant, [lambda _: what_is_read_in_bytes(bytewise)], monkeypatch)
