@@ -286,9 +286,6 @@ def what_is_read_in_bytes(codec: Codec) -> None:
         Mutant("a context is as it comes", text_module, "context_of", ".startswith(_UNFINISHED)", " is None"),
         Mutant("what was said is said anew", Spelling, "_beyond", "text.startswith(self._text)", "True"),
         Mutant("what the prompt left is said", Spelling, "_beyond", "agreement(new, self._before)", "0"),
-        Mutant(
-            "all waits for what is broken", Spelling, "next", "_UNFINISHED in (new := self._alone())", "self._alone()"
-        ),
         Mutant("nothing waits", Spelling, "next", "or text.endswith(_UNFINISHED)", ""),
         Mutant("the last character stops nothing", TextStream, "close", "self._find_stop(length)", "pass"),
         Mutant("the rest is lost", TextStream, "close", "self._spelling.rest()", "''"),
