@@ -15,8 +15,8 @@ from .held import agreement
 
 # A decoder such as SentencePiece's drops a leading space; a few ids of context keep it, more where these begin within a
 # character.
-CONTEXT_IDS, MOST_CONTEXT_IDS = 8, 32
-_UNFINISHED = "\ufffd"
+CONTEXT_IDS = 8
+_UNFINISHED, _LONGEST_CHARACTER = "\ufffd", 4  # bytes
 
 
 class Codec:
@@ -90,10 +90,12 @@ class Spelling:
 
 
 def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
-    """The end of a prompt: enough of it to read on."""
-    count = CONTEXT_IDS
-    while count < min(len(prompt), MOST_CONTEXT_IDS) and codec.decode(prompt[-count:]).startswith(_UNFINISHED):
-        count += 1
+    """The end of a prompt: enough of it to read on. (A run of bytes is broken as a whole where it ends within a
+    character, too.)"""
+    ends = range(len(prompt), len(prompt) - _LONGEST_CHARACTER, -1)
+    for count in range(CONTEXT_IDS, CONTEXT_IDS + _LONGEST_CHARACTER):
+        if any(not codec.decode(prompt[-count:end]).startswith(_UNFINISHED) for end in ends):
+            break
     return list(prompt[-count:])
 
 

@@ -277,7 +277,7 @@ MUTANTS = [
         drafters.ModelDrafter,
         "_choose",
         "draft.q = [*(draft.q or []), q]",
-        "draft.q = [*(draft.q or []), np.exp(logits.astype(float)) / np.exp(logits.astype(float)).sum()]",
+        "draft.q = [*(draft.q or []), 2.0 ** logits.astype(float) / (2.0 ** logits.astype(float)).sum()]",
     ),
     Mutant(
         "an unlikely last draft is dropped",
