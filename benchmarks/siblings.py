@@ -11,6 +11,7 @@ chooses by measured costs. Smaller ``--batch-size``: later answers know finished
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,11 @@ def main(
     settings |= {"temperature": temperature, "seed": 7}
     with load(bundle, batch_size=batch_size) as pair:
         drafts = [name for name in ("siblings", "model", "suffix", "auto") if name != "model" or pair.draft is not None]
-        report = {
-            draft: {n: count(pair, texts, n, draft=draft, **settings) for n in NUMBERS if n > 1 or draft != "siblings"}
-            for draft in drafts
-        }
+        report: dict[str, dict[int, dict[str, Any]]] = {draft: {} for draft in drafts}
+        for draft, n in itertools.product(drafts, NUMBERS):
+            if n > 1 or draft != "siblings":
+                click.echo(f"{draft}, answers to a prompt: {n}", err=True)
+                report[draft][n] = count(pair, texts, n, draft=draft, **settings)
     click.echo(json.dumps(report) if as_json else table(report))
 
 
