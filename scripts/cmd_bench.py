@@ -39,7 +39,7 @@ BUILT_IN = (
     "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_empty(self):\n",
 )
 
-ENOUGH = 1500  # new tokens of all prompts
+ENOUGH = 700  # new tokens of all prompts
 SHORT = "the first rounds measure this device: take more prompts, or longer answers, before you believe it"
 
 # As everywhere, but that a bundle's own temperature does not count.
