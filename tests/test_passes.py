@@ -125,6 +125,29 @@ def test_one_layer_that_cannot_be_even_leaves_no_variant(lower: Callable[..., in
     assert lower(model) == 0
 
 
+def shared(*, masked: bool) -> ir.Model:
+    """The second layer's attention read twice, as by a layer that has no cache of its own; perhaps without its mask."""
+    model = lowered(Shape())
+    old = [n for n in model.graph if n.op_type == "Attention"][1]
+    again = ir.Node("", "Attention", old.inputs[: 4 if masked else 3], list(old.attributes.values()))
+    model.graph.insert_after(old, again)
+    again.outputs[0].dtype, again.outputs[0].shape = old.outputs[0].dtype, old.outputs[0].shape
+    swap(old.outputs[0], both := node(model, again, "Add", [old.outputs[0], again.outputs[0]], like=old.outputs[0]))
+    made = both.producer()
+    assert made is not None
+    model.graph.remove(made)
+    model.graph.insert_after(again, made)
+    made.replace_input_with(0, old.outputs[0])
+    return model
+
+
+def test_a_cache_that_another_layer_reads_is_no_fused_attention_s() -> None:
+    """Which would write it a second time."""
+    assert to_gqa(shared(masked=True)) == 1 and to_gqa_even(shared(masked=True)) == 0
+    assert to_tree_gqa(shared(masked=True)) == 0 and to_grouped(shared(masked=True)) == 3
+    assert to_grouped(shared(masked=False)) == 0, "all that attend must be grouped, not as many as keep keys"
+
+
 @pytest.mark.parametrize("lower", [to_gqa, to_gqa_even, to_tree_gqa])
 def test_heads_that_are_no_multiple_of_8_wide_stay_attention(lower: Callable[..., int]) -> None:
     model = lowered(Shape(head_dim=12, rotary=8))
