@@ -148,7 +148,7 @@ def stopped_by_signals() -> Iterator[None]:
         number = error.signal if isinstance(error, Stopped) else signal.SIGINT
         for each in ours:
             signal.signal(each, stop)
-        again.append(threading.Timer(_MOMENT, signal.raise_signal, [number]))
+        again.append(threading.Timer(_MOMENT, send, [number]))
         again[-1].daemon = True
         again[-1].start()
 
@@ -166,6 +166,14 @@ def stopped_by_signals() -> Iterator[None]:
             timer.cancel()
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def send(number: int) -> None:
+    """Signal the main thread, whatever it waits for."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        signal.raise_signal(number)
 
 
 @click.group(
