@@ -21,8 +21,8 @@ def open_engine(
     ``provider`` is one of PROVIDERS: cpu and cuda run the bundle's graphs on ONNX Runtime, tensorrt and tensorrt-rtx
     an engine that was built from them for this device, ort-tensorrt and ort-tensorrt-rtx ONNX Runtime's providers of
     these SDKs. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a graph of the bundle, ``auto`` takes the
-    fastest for the provider and the number of rows; with ``exact``, the fastest whose steps round
-    alike on this processor from ``spec.narrowest`` tokens on (``rounding``).
+    fastest for the provider and the number of rows; with ``exact``, the fastest whose steps round alike on this
+    processor from ``spec.narrowest`` tokens on (``rounding``).
     Raises UsageError for an unknown provider, EngineError if the runtime or the provider is not there, or if nothing
     is exact here.
     """

@@ -14,12 +14,12 @@ from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache
-from .ort_step import MOST_GRAPHS, WIDEST_GRAPH, Step, graph_options
+from .ort_step import Step
 from .providers import first_line
 from .rounding import even_from, uneven
 from .sessions import Sessions
 from .tensorrt.cuda import Cuda
-from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, choose, without_equal_bits
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, without_equal_bits
 
 _KEPT_STEPS, _EVEN_WIDTH = 32, 2
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
@@ -358,13 +358,6 @@ class SlotEngine:
         self._check_open()
         return self._sessions.open(variant, branching=branching)
 
-    def _name_graph(self, step: Step, width: int) -> None:
-        """Say which graph ``step`` becomes, or that it becomes none: prompts, and shapes beyond the most there may be,
-        for a graph lives as long as its session."""
-        step.recorded = width <= WIDEST_GRAPH and self._recorded < MOST_GRAPHS
-        self._recorded += step.recorded
-        step.options = graph_options(self._recorded if step.recorded else None)
-
     def _run_by(self, graph: str) -> None:
         """Steps that do not branch are ``graph``'s from now on."""
         self._session = self._open(graph)
@@ -374,10 +367,6 @@ class SlotEngine:
         for steps in self._steps_of.values():
             while steps:
                 steps.popitem()[1].free()
-
-    def _branching(self) -> str:
-        """The graph for steps that branch."""
-        return "tree_gqa" if self._variant in ONE_ROW and "tree_gqa" in self._model.entry.variants else "tree"
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain. Logits of all
@@ -393,13 +382,14 @@ class SlotEngine:
             self._forget_steps()
         if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
-        session = self._open(self._branching(), branching=True) if seen else self._session
+        tree = branching(self._variant, self._model.entry.variants)
+        session = self._open(tree, branching=True) if seen else self._session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
         step = Step.shaped(session, (rows, width, shape[1], seen), self._least_width, flat, self._cuda)
         if self._spec.features:
             step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
         elif self.graphs and not seen:
-            self._name_graph(step, width)
+            self._recorded += step.name_graph(self._recorded)
         step.bind(self._cache, (store.address, self._spec.vocab_size) if (store := self._device_logits) else None)
         self._steps[rows, width, wanted, seen] = step
         return step

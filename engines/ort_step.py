@@ -107,6 +107,13 @@ class Step:
         self.given = np.zeros((*self.tokens.shape, kept.shape[-1]), kept.dtype)
         self.beside = None if told is None else np.zeros_like(self.given)
 
+    def name_graph(self, recorded: int) -> bool:
+        """Say which graph the step becomes where so many are ``recorded``, or that it becomes none: prompts, and shapes
+        beyond the most there may be, for a graph lives as long as its session. Returns whether it becomes one."""
+        self.recorded = self.tokens.shape[1] <= WIDEST_GRAPH and recorded < MOST_GRAPHS
+        self.options = graph_options(recorded + 1 if self.recorded else None)
+        return self.recorded
+
     def _run_on(self, cuda: Cuda) -> None:
         with RECORDING.step(records=self.recorded and self.runs < _RUNS_TO_RECORD):
             for address, array in self.uploads:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from .base import ONE_ROW
+
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
 # those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
 SOONEST, ROUNDING_ALIKE, WITHOUT_REST = ("gqa", "grouped"), ("gqa_even", "grouped", "gqa"), ("grouped", "nonpad")
@@ -24,6 +26,11 @@ def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str]
 def without_equal_bits(variant: str, have: Collection[str], parameters: int) -> str:
     """The graph in the place of ``variant`` while no step has to round like another."""
     return "gqa" if variant == "gqa_even" and "gqa" in have and parameters <= _SMALL else variant
+
+
+def branching(variant: str, have: Collection[str]) -> str:
+    """The graph for steps that branch, where other steps take ``variant``."""
+    return "tree_gqa" if variant in ONE_ROW and "tree_gqa" in have else "tree"
 
 
 def sessions(have: Collection[str], rows: int, parameters: int, *, exact: bool) -> int:

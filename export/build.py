@@ -22,6 +22,7 @@ from .checkpoint import Checkpoint, context_length, load, other_reading, quiet, 
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
+from .eagle import FeatureHead
 from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
@@ -102,15 +103,9 @@ def export_pair(
             if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
                 shutil.rmtree(canonical.graph.parent)
                 progress(f"draft: reading {choice.source}")
-                canonical = _canonical(
-                    reader or load(choice.source, draft_context),
-                    folder / SCRATCH / "draft",
-                    progress,
-                    fitted=fitted and reader is None,  # a head writes no text by itself
-                    ids=draft_ids,
-                    ends=canonical.entry.eos_token_ids,
-                    read=None if reader is None else canonical.truth,
-                )
+                checkpoint = reader or load(choice.source, draft_context)
+                place_of_draft = folder / SCRATCH / "draft"
+                canonical = _of_draft(canonical, checkpoint, place_of_draft, progress, draft_ids, fitted=fitted)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, mask, progress)
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
@@ -212,6 +207,16 @@ def _canonical(
     captured = capture_to(folder, checkpoint, truth, progress, columns, its)
     checkpoint.release()
     return dataclasses.replace(simplify_and_pack(captured, progress), written=written)
+
+
+def _of_draft(
+    target: Canonical, checkpoint: Checkpoint, folder: Path, progress: Progress, ids: DraftIds, *, fitted: bool
+) -> Canonical:
+    """``_canonical`` of the draft of ``target``: a model, or a head that reads its features."""
+    reads, ends = isinstance(checkpoint.model, FeatureHead), target.entry.eos_token_ids
+    read = target.truth if reads else None
+    fitted = fitted and not reads  # a head writes no text by itself
+    return _canonical(checkpoint, folder, progress, fitted=fitted, ids=ids, ends=ends, read=read)
 
 
 def _export_draft(
