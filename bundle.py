@@ -67,6 +67,26 @@ class CacheShape:
     value_dim: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What layers keep of a row whose memory is no list of slots: short convolutions, linear attention, state spaces.
+
+    ``trails``: how many numbers each keeps of a token, for the last ``slots`` tokens; ``states``: what each has made of
+    all before those, ``heads`` matrices [key_dim, value_dim]; ``context``: tokens before a step's first that the step
+    still reads. A graph has no state where there are convolutions alone.
+    """
+
+    slots: int
+    context: int
+    trails: tuple[int, ...]
+    states: tuple[CacheShape, ...] = ()
+
+    @property
+    def widest(self) -> int:
+        """The most tokens of a step, so that as many before it can be taken back."""
+        return (self.slots - self.context) // 2
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
     """One model of the bundle.
@@ -76,9 +96,10 @@ class ModelEntry:
     buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
     ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``mask_token`` is the id by which a
     draft is asked for tokens behind one that it does not know yet (None: it says one a step). ``features`` is how many
-    numbers the graph gives of each token beside logits, and, with ``reads_features``, reads beside each. ``parity``
-    maps the name of a lowering or quantisation to the largest absolute difference of logits found when it was checked.
-    ``files`` are all others in the folder: weight blobs, ``golden.npz``.
+    numbers the graph gives of each token beside logits, and, with ``reads_features``, reads beside each. ``cache`` are
+    the layers that attend, ``recurrence`` is what the others keep (None: all attend). ``parity`` maps the name of a
+    lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all
+    others in the folder: weight blobs, ``golden.npz``.
     """
 
     directory: str
@@ -97,6 +118,7 @@ class ModelEntry:
     mask_token: int | None = None
     features: int | None = None
     reads_features: bool = False
+    recurrence: Recurrence | None = None
     note: str = ""
 
 
@@ -215,9 +237,9 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
         _check_range(getattr(model, key), least, most, f"{where}: {key}")
     if not model.cache:
         raise BundleError(f"{where}: cache must have at least 1 layer, not 0")
-    for i, layer in enumerate(model.cache):
-        for key, size in dataclasses.asdict(layer).items():
-            _check_range(size, 1, _MOST, f"{where}: cache[{i}]: {key}")
+    _check_shapes(model.cache, f"{where}: cache")
+    if model.recurrence is not None:
+        _check_recurrence(model.recurrence, f"{where}: recurrence")
     for i, token_id in enumerate(model.eos_token_ids):
         _check_range(token_id, 0, ends - 1, f"{where}: eos_token_ids[{i}]")
     if model.mask_token is not None:
@@ -229,6 +251,22 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
     for name, difference in model.parity.items():
         if not 0 <= difference < math.inf:
             raise BundleError(f"{where}: parity: {name} must be a finite number of at least 0, not {shown(difference)}")
+
+
+def _check_shapes(shapes: tuple[CacheShape, ...], where: str) -> None:
+    for i, shape in enumerate(shapes):
+        for key, size in dataclasses.asdict(shape).items():
+            _check_range(size, 1, _MOST, f"{where}[{i}]: {key}")
+
+
+def _check_recurrence(found: Recurrence, where: str) -> None:
+    if not found.trails:
+        raise BundleError(f"{where}: trails must be at least 1, not 0")
+    for i, width in enumerate(found.trails):
+        _check_range(width, 1, _MOST, f"{where}: trails[{i}]")
+    _check_shapes(found.states, f"{where}: states")
+    _check_range(found.context, 0, _MOST, f"{where}: context")
+    _check_range(found.slots, found.context + 4, _MOST, f"{where}: slots")
 
 
 def _check_features(models: Mapping[str, ModelEntry], where: str) -> None:

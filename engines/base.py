@@ -76,7 +76,7 @@ class ModelSpec:
     meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the
     id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that).
     ``features``: how many numbers a FeatureEngine gives of each token (0: it is none); ``reads_features``: its steps
-    read as many beside each token.
+    read as many beside each token. ``recurrent``: layers keep states, so it is a CommittingEngine.
     """
 
     vocab_size: int
@@ -90,6 +90,7 @@ class ModelSpec:
     mask_token: int | None = None
     features: int = 0
     reads_features: bool = False
+    recurrent: bool = False
 
     def chunk(self, rows: int) -> int:
         """Tokens of a prompt that one step brings each of ``rows`` rows."""
@@ -176,6 +177,21 @@ class KeepingEngine(Engine, Protocol):
     resets: int | None
     """How often it was reset: who steps it begins with that, so while this stays the same nobody else did. None where
     nothing is to be kept."""
+
+
+@runtime_checkable
+class CommittingEngine(Engine, Protocol):
+    """An engine, if ``spec.recurrent``, some of whose layers keep a state a row, from which no token can be taken out
+    again: what was not committed is kept apart from it."""
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """The first lengths[b] tokens of row b are text: no later step goes back behind them, but to 0."""
+        ...
+
+    def earliest(self, row: int) -> int:
+        """The least length that the row can be stepped from, but for 0. Beyond what was committed where it was stepped
+        far ahead of that: ``spec.max_step`` tokens can always be taken back."""
+        ...
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +26,8 @@ class Step:
     """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
 
     ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
-    for all steps of an engine. ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
+    for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails are read
+    again (``trails.py``). ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
     ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs`` are those that
@@ -43,6 +44,8 @@ class Step:
     least_width: Tokens
     offsets: Tokens
     sees: Sight
+    anchors: Tokens
+    replayed: Tokens
     logits: LogitArray | None
     given: Features | None = None
     kept: Features | None = None
@@ -61,11 +64,13 @@ class Step:
         cls,
         session: Any,
         shape: tuple[int, int, int, int],
+        replayed: int,
         least_width: Tokens,
         logits: LogitArray | None,
         cuda: Cuda | None,
     ) -> Step:
-        """A step of ``shape`` (rows, tokens, logits a row, columns of its mask: 0 for a chain), not bound yet."""
+        """A step of ``shape`` (rows, tokens, logits a row, columns of its mask: 0 for a chain) that reads ``replayed``
+        tokens again, not bound yet."""
         rows, width, columns, seen = shape
         past_lens = np.zeros(rows, np.int64)
         return cls(
@@ -79,6 +84,8 @@ class Step:
             least_width=least_width,
             offsets=np.arange(width, dtype=np.int64),
             sees=np.tile(np.tri(width, seen or width, dtype=np.bool_), (rows, 1, 1)),
+            anchors=np.zeros(rows, np.int64),
+            replayed=np.arange(replayed, dtype=np.int64),
             logits=logits,
             cuda=cuda,
         )
@@ -125,9 +132,14 @@ class Step:
                 self.session.run_with_iobinding(self.binding, self.options)
         self.runs += 1
 
-    def bind(self, cache: Sequence[Buffer], logits: tuple[int, int] | None) -> None:
-        """Bind ids, ``logits`` (where on a device, and how many a row; None: the array) and ``cache``, each of whose
-        buffers is read and written in place."""
+    def bind(
+        self,
+        cache: Sequence[Buffer],
+        logits: tuple[int, int] | None,
+        beside: Iterable[tuple[str, str, HostBuffer, HostBuffer]] = (),
+    ) -> None:
+        """Bind ids, ``logits`` (where on a device, and how many a row; None: the array), ``cache``, each of whose
+        buffers is read and written in place, and what ``Trails.bindings`` says to bind ``beside``."""
         names = {value.name for value in self.session.get_inputs()}
         arrays: dict[str, NDArray[Any]] = {
             "input_ids": self.tokens,
@@ -136,6 +148,8 @@ class Step:
             "logit_index": self.logit_index,
             "least_width": self.least_width,
             "tree_mask": self.sees,
+            "anchors": self.anchors,
+            "replayed": self.replayed,
         }
         if self.beside is not None:
             arrays["features_in"] = self.beside
@@ -162,6 +176,9 @@ class Step:
                 place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
                 self.binding.bind_input(f"past_key_values.{layer}", *place)
                 self.binding.bind_output(f"present.{layer}", *place)
+        for read, written, old, new in beside:
+            self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
+            self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
 
     def free(self) -> None:
         """Let go of the binding and of memory on the device."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from .base import (
+    CommittingEngine,
     Engine,
     EvenEngine,
     FeatureEngine,
@@ -76,6 +77,14 @@ class Wrapped:
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         assert isinstance(self.engine, TreeEngine)
         self.engine.compact(row, past_len, kept)
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """``CommittingEngine.commit``; to who keeps slots alone it says nothing."""
+        if isinstance(self.engine, CommittingEngine):
+            self.engine.commit(lengths)
+
+    def earliest(self, row: int) -> int:
+        return self.engine.earliest(row) if isinstance(self.engine, CommittingEngine) else 0
 
     def features(self, row: int, start: int, stop: int) -> Features:
         assert isinstance(self.engine, FeatureEngine)

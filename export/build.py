@@ -265,8 +265,8 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
         parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
         graph = ir.load(folder / GRAPH)
-        if entry.reads_features and name.startswith("tree"):
-            continue  # a node of a tree would be read beside what its parent gave
+        if name.startswith("tree") and (entry.reads_features or entry.recurrence is not None):
+            continue  # a node of a tree would be read beside what its parent gave, or go on from what a sibling left
         if lower(graph):  # 0 layers changed: it would be the canonical graph again
             files[name] = f"model.{name}.onnx"
             ir.save(graph, folder / files[name])  # its weights stay references into the canonical graph's blob

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..bundle import ModelEntry
-from .capture import cache_shapes, capture
+from .capture import capture, kept
 from .checkpoint import Checkpoint
 from .eagle import FeatureHead
 from .golden import Truth
@@ -63,7 +63,7 @@ def capture_to(
     if columns is not None:
         note = f"{kept_mass(truth.logits, columns):.1%} of its own probability"
         progress(f"{role}: head of {columns.size} of {checkpoint.vocab_size} tokens: {note}")
-    shapes = cache_shapes(checkpoint.model)
+    shapes, recurrence = kept(checkpoint.model)
     with trimmed_head(checkpoint.model, columns):
         entry = ModelEntry(
             directory=role,
@@ -80,10 +80,11 @@ def capture_to(
             files={},
             features=None if truth.features is None else truth.features.shape[-1],
             reads_features=truth.beside is not None,
+            recurrence=recurrence,
             note=note,
         )
         progress(f"{role}: capture")
-        graph = capture(checkpoint.model, shapes, reader)
+        graph = capture(checkpoint.model, shapes, recurrence, reader)
         folder.mkdir(parents=True)
         ir.save(graph, folder / "capture.onnx", external_data="capture.data")
     let_go(graph)

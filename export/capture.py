@@ -12,38 +12,50 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
-from ..bundle import CacheShape
+from ..bundle import CacheShape, Recurrence
 from ..errors import ExportError
 from .eagle import FeatureHead, tapped
 from .experts import arrange
 from .lowerings import lowered, symbolic
+from .recurrent import Memory, TrailLayer, evenly, recurring
 from .sinks import RAW_SCORES, SCORES
 from .stored import Standins
 
 OPSET = 24
 NAME = "leadout_slots"
 Uncached: type = getattr(cache_utils, "DummyLayer", type(None))  # a layer that keeps nothing (transformers 5.24)
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what modules import that compute attention by the interface
 WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
 
 
 @dataclasses.dataclass(slots=True)
 class _Step:
-    """What cache and mask need to know of the step being traced: positions [B, S] and lengths [B], both int64."""
+    """What cache and mask need to know of the step being traced: positions [B, S] and lengths [B], both int64; and what
+    recurrent layers keep."""
 
     position_ids: Tensor | None = None
     past_lens: Tensor | None = None
+    memory: Memory = dataclasses.field(default_factory=Memory)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -76,6 +88,25 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
 
+class SlotAndTrailLayer(SlotLayer, TrailLayer):
+    """A layer that attends and keeps a state, side by side."""
+
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory) -> None:
+        TrailLayer.__init__(self, memory)
+        SlotLayer.__init__(self, keys, values, past_lens)
+
+
+class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
+    """The same while shapes are found out."""
+
+    def __init__(self, memory: Memory) -> None:
+        TrailLayer.__init__(self, memory)
+        DynamicLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        DynamicLayer.lazy_initialization(self, *args, **kwargs)
+
+
 class DecoderGraph(nn.Module):  # type: ignore[misc]
     """The signature of the canonical graph around a causal language model of transformers.
 
@@ -94,17 +125,20 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
         past_lens: Tensor,
         logit_index: Tensor,
         past: list[Tensor],
+        trails: Sequence[Tensor] = (),
+        states: Sequence[Tensor] = (),
+        anchors: Tensor | None = None,
+        replayed: Tensor | None = None,
         features_in: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """logits [B, L, V]; then present.i.key and present.i.value [B, Hkv, M, D] of every layer, the buffers of
-        ``past`` with new rows written; then, if there are any, features [B, S, D]. ``input_ids`` and ``position_ids``
-        are [B, S], ``past_lens`` [B], ``logit_index`` [B, L], all int64."""
+        """logits [B, L, V]; then present.i.key and present.i.value [B, Hkv, M, D] of every layer that attends, the
+        buffers of ``past`` with new rows written; of others, if there are any, trails and states (``recurrent.py``);
+        then, if there are any, features [B, S, D]. ``input_ids`` and ``position_ids`` are [B, S], ``past_lens`` [B],
+        ``logit_index`` [B, L], all int64."""
         beside = {} if features_in is None else {"features": features_in}
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
-        layers = [SlotLayer(past[i], past[i + 1], past_lens) for i in range(0, len(past), 2)]
-        kinds = DynamicCache(config=self.model.config.get_text_config(decoder=True)).layers
-        own = iter(layers)
-        spread = [layer if isinstance(layer, Uncached) else next(own) for layer in kinds] or layers
+        self.step.memory.begin(past_lens, anchors, replayed, trails, states)
+        spread, layers = self._layers(past, past_lens)
         # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
         everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
         taps = () if self.reader is None else self.reader.config.taps
@@ -113,13 +147,39 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
                 input_ids=input_ids,
                 attention_mask=everything,
                 position_ids=position_ids,
-                past_key_values=Cache(layers=spread),
                 use_cache=True,
+                **{cache_name(self.model): Cache(layers=spread)},
                 **beside,
             )
         caches = (tensor for layer in layers for tensor in (layer.keys, layer.values))
         given = [out.hidden_states] if beside else [] if self.reader is None else [self.reader.feature(streams)]
-        return (out.logits, *caches, *given)
+        return (out.logits, *caches, *self.step.memory.new_trails, *self.step.memory.new_states, *given)
+
+    def _layers(self, past: list[Tensor], past_lens: Tensor) -> tuple[list[Any], list[SlotLayer]]:
+        """A cache's layers, and those of them that attend."""
+        buffers = iter(zip(past[::2], past[1::2], strict=True))
+        memory, spread = self.step.memory, list[Any]()
+        for kind in _kinds(self.model):
+            if isinstance(kind, Uncached):
+                spread.append(kind)
+            elif not isinstance(kind, LinearAttentionCacheLayerMixin):
+                spread.append(SlotLayer(*next(buffers), past_lens))
+            elif isinstance(kind, CacheLayerMixin):
+                spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory))
+            else:
+                spread.append(TrailLayer(memory))
+        spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
+        return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the model's ``forward`` calls its cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _kinds(model: PreTrainedModel) -> list[Any]:
+    """The layers that transformers' own cache of this model has; none where it makes them as it goes."""
+    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
 @contextlib.contextmanager
@@ -217,7 +277,7 @@ def _swapped(model: PreTrainedModel, step: _Step) -> Iterator[None]:
     A model that is not written against transformers' attention interface (falcon, bloom) keeps its own attention
     code; it asks for its mask under the name "eager" or "sdpa", so those two are swapped as well.
     """
-    modern = type(model)._supports_attention_backend
+    modern = type(model)._supports_attention_backend or hasattr(sys.modules[type(model).__module__], INTERFACE)
     masks, before = AttentionMaskInterface._global_mapping, dict(AttentionMaskInterface._global_mapping)
     attention = model.config._attn_implementation
     AttentionInterface.register(NAME, slot_attention)
@@ -243,18 +303,23 @@ def _set_experts(model: PreTrainedModel, name: str | None) -> str | None:
     return before
 
 
-def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
-    """Every layer's cache, but of those that read another's (Gemma 3n and 4), measured with one eager step. Raises
-    ExportError for state that no length can rewind."""
-    with torch.no_grad():
-        out = model(input_ids=torch.tensor([[1, 2]]), use_cache=True)
-    cache = getattr(out, "past_key_values", None)
+def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
+    """What the model keeps of a text, measured with one eager step: every attending layer's cache, but of those that
+    read another's (Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for what no length can
+    rewind."""
+    memory, layers = Memory(), _kinds(model)
+    for i, layer in enumerate(layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
+    cache = Cache(layers=layers) if layers else DynamicCache()
+    with torch.no_grad(), recurring(model, memory):
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{cache_name(model): cache})
     shapes = []
-    for index, layer in enumerate(getattr(cache, "layers", [])):
-        if isinstance(layer, Uncached):
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, Uncached) or type(layer) is TrailLayer:
             continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or hasattr(layer, "recurrent_states") or keys.shape[-2] != 2:
+        if keys is None or values is None or keys.shape[-2] != 2:
             raise ExportError(
                 f"{type(model).__name__}: layer {index} keeps a {type(layer).__name__}, which cannot be rolled back"
                 " by length; speculation needs a model that attends to all of its past"
@@ -262,25 +327,33 @@ def cache_shapes(model: PreTrainedModel) -> tuple[CacheShape, ...]:
         shapes.append(CacheShape(keys.shape[1], keys.shape[3], values.shape[3]))
     if not shapes:
         raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
-    return tuple(shapes)
+    return tuple(shapes), memory.recurrence()
 
 
-def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: FeatureHead | None = None) -> ir.Model:
-    """Trace ``model`` (in eval mode) into the canonical graph; ``reader``: the head that drafts from its features.
+def capture(
+    model: PreTrainedModel,
+    shapes: tuple[CacheShape, ...],
+    recurrence: Recurrence | None = None,
+    reader: FeatureHead | None = None,
+) -> ir.Model:
+    """Trace ``model`` (in eval mode), which keeps ``shapes`` and ``recurrence`` (``kept``), into the canonical graph;
+    ``reader``: the head that drafts from its features.
 
     Leaves the model as it was. Raises ExportError naming the architecture if it cannot be traced.
     """
     step = _Step()
-    names = [f"{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
-    inputs, dims = _example(shapes)
+    inputs, dims = _example(shapes, recurrence)
     if isinstance(model, FeatureHead):
         inputs["features_in"] = torch.zeros(*inputs["input_ids"].shape, model.config.hidden_size)
         dims["features_in"] = {0: "B", 1: "S"}
+    names = _names(shapes, recurrence)
+    given = [name.format("past", "past_key_values") for key in inputs for name in names.get(key, [key])]
+    made = [name.format("present", "present") for several in names.values() for name in several]
     last = ["features"] if isinstance(model, FeatureHead) or reader is not None else []
     _pin_rope(model)
     standins = Standins()
     try:
-        with torch.no_grad(), _swapped(model, step), standins.in_place(model), _quiet():
+        with torch.no_grad(), _swapped(model, step), recurring(model, step.memory), standins.in_place(model), _quiet():
             program = torch.onnx.export(
                 DecoderGraph(model, step, reader).eval(),
                 (),
@@ -289,8 +362,8 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,
-                input_names=[*list(inputs)[:4], *(f"past_key_values.{name}" for name in names), *list(inputs)[5:]],
-                output_names=["logits", *(f"present.{name}" for name in names), *last],
+                input_names=given,
+                output_names=["logits", *made, *last],
             )
     except Exception as error:
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
@@ -298,10 +371,21 @@ def capture(model: PreTrainedModel, shapes: tuple[CacheShape, ...], reader: Feat
     standins.fill(program.model.graph)
     tidy(program.model)
     arrange(program.model)
+    evenly(program.model)
     return program.model
 
 
-def _example(shapes: tuple[CacheShape, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _names(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> dict[str, list[str]]:
+    """What the graph calls a step's lists of tensors, before and (in braces) after it."""
+    trails, states = ((), ()) if recurrence is None else (recurrence.trails, recurrence.states)
+    return {
+        "past": [f"{{1}}.{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")],
+        "trails": [f"{{0}}_trail.{i}" for i in range(len(trails))],
+        "states": [f"{{0}}_state.{i}" for i in range(len(states))],
+    }
+
+
+def _example(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the trace, and which of their dimensions are free."""
     batch, new, slots = 2, 3, 64
     ids = torch.ones(batch, new, dtype=torch.long)
@@ -313,13 +397,21 @@ def _example(shapes: tuple[CacheShape, ...]) -> tuple[dict[str, Any], dict[str, 
         "logit_index": torch.zeros(batch, 2, dtype=torch.long),
         "past": past,
     }
-    dims = {
+    dims: dict[str, Any] = {
         "input_ids": {0: "B", 1: "S"},
         "position_ids": {0: "B", 1: "S"},
         "past_lens": {0: "B"},
         "logit_index": {0: "B", 1: "L"},
         "past": [{0: "B", 2: "M"}] * len(past),
     }
+    if recurrence is not None:
+        inputs["trails"] = [torch.zeros(batch, 1, recurrence.slots, width) for width in recurrence.trails]
+        dims["trails"] = [{0: "B"}] * len(recurrence.trails)
+    if recurrence is not None and recurrence.states:
+        inputs["states"] = [torch.zeros(batch, s.heads, s.key_dim, s.value_dim) for s in recurrence.states]
+        dims["states"] = [{0: "B"}] * len(recurrence.states)
+        inputs |= {"anchors": torch.full((batch,), 2), "replayed": torch.arange(4)}
+        dims |= {"anchors": {0: "B"}, "replayed": {0: "P"}}
     return inputs, dims
 
 

@@ -22,6 +22,7 @@ from ..bundle import SAMPLING
 from ..engines.providers import first_line
 from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
+from .recurrent import is_understood
 from .stored import Stored, keep_stored, narrow_type, narrow_weights
 from .writing import TEXTS
 
@@ -293,8 +294,10 @@ def _refusal(config: Any) -> str | None:
         return "transformers has no causal language model for it"
     if rope.get("rope_type") == "dynamic":
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
-    if "linear_attention" in kinds or "conv" in kinds or _is_recurrent(config, kinds):
-        return "it keeps recurrent state, which cannot be rolled back by length"
+    if kinds == {"linear_attention"}:
+        return "all of its layers keep recurrent state; Leadout runs those that have attention beside such layers"
+    if _is_recurrent(config, kinds) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
+        return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
     if (method := _method(config)) not in (None, _WIDENED):
         return f"its weights are quantised ({method}); export the original checkpoint"
     return None

@@ -98,12 +98,13 @@ def _feeds(model: ir.Model, tokens: Array) -> dict[str, Array]:
     """The inputs of a canonical graph that reads texts [rows, length] from their beginnings."""
     rows, length = tokens.shape
     every, start = np.tile(np.arange(length, dtype=np.int64), (rows, 1)), np.zeros(rows, np.int64)
-    past = {
-        str(v.name): np.zeros((rows, dims(v)[1], length, dims(v)[3]), np.float32)
+    kept = {  # rows, heads, slots (as many as there are tokens, where the graph leaves that open), width
+        str(v.name): np.zeros((rows, *(n if isinstance(n, int) else length for n in dims(v)[1:])), np.float32)
         for v in model.graph.inputs
-        if str(v.name).startswith("past_key_values.")
+        if str(v.name).startswith(("past_key_values.", "past_trail.", "past_state."))
     }
-    return {"input_ids": tokens, "position_ids": every, "logit_index": every, "past_lens": start, **past}
+    feeds = {"input_ids": tokens, "position_ids": every, "logit_index": every, "past_lens": start, **kept}
+    return feeds | {"anchors": start, "replayed": np.zeros(1, np.int64)}
 
 
 def best_scale(seen: Array, weights: Sequence[Array], rounding: Rounding) -> Array | None:

@@ -42,6 +42,8 @@ def check_branches(branches: Sequence[int], engines: Mapping[str, Engine], *, tr
         kind = "head that reads its target's features" if reads else "draft with another tokenizer"
         raise UsageError(f"branches: a {kind} proposes no trees (without branches it does propose)")
     for name, engine in engines.items():
+        if engine.spec.recurrent:
+            raise UsageError(f"branches: the {name} has recurrent layers, which read tokens one after the other")
         if not engine.spec.trees:
             raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
     if nodes > most:

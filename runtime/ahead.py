@@ -25,6 +25,7 @@ from .confidence import Watch
 from .costs import Costs, context_bucket
 from .drafters import Draft, ModelDrafter
 from .feature_drafter import FeatureDrafter
+from .foreign_draft import ForeignDrafter
 from .held import agreement
 from .noise import Purpose
 from .prefill import ALL
@@ -38,6 +39,7 @@ _FIRST_REST, _LONGEST_REST = 128, 1024
 _CANNOT = "draft_ahead: {what} cannot (possible: False or 'auto')"
 _OTHER_TOKENIZER = _CANNOT.format(what="a draft with another tokenizer")
 _AT_ONCE = _CANNOT.format(what="a draft model that says its drafts in one step")
+_RECURRENT = _CANNOT.format(what="a draft model with recurrent layers")
 _FEATURES = _CANNOT.format(what="a head that reads its target's features")
 
 
@@ -56,6 +58,8 @@ def check_ahead(
         raise UsageError(_AT_ONCE)
     if wanted is True and draft is not None and draft.reads_features:
         raise UsageError(_FEATURES)
+    if wanted is True and draft is not None and draft.recurrence is not None:
+        raise UsageError(_RECURRENT)
     return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
 
 
@@ -63,12 +67,17 @@ def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> Ahead
     """``model``, drafting ahead if that is ``wanted`` ("auto": and possible, and seen to pay). Raises UsageError for a
     draft with another tokenizer, which cuts its text anew each round, so that there is nothing to keep; and for one
     whose step is a whole draft, of which there is nothing to go on with; and for a head, which has to be told first
-    what its target knows."""
+    what its target knows; and for recurrent layers, from which a draft and the one made ahead of the next round cannot
+    both be taken back."""
     if wanted is True and not model.resumes:
-        raise UsageError(
-            _FEATURES if isinstance(model, FeatureDrafter) else _AT_ONCE if model.at_once else _OTHER_TOKENIZER
-        )
+        raise UsageError(_why(model))
     return AheadDrafter(model, costs, measured=wanted == "auto") if wanted and model.resumes else None
+
+
+def _why(model: ModelDrafter) -> str:
+    if isinstance(model, ForeignDrafter):
+        return _OTHER_TOKENIZER
+    return _FEATURES if isinstance(model, FeatureDrafter) else _AT_ONCE if model.at_once else _RECURRENT
 
 
 @dataclasses.dataclass(slots=True)

@@ -306,6 +306,7 @@ class Decoder:
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
+        self._target.commit(past)
         if self._branch(drafts):
             width = max(map(len, pieces))
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])

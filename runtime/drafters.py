@@ -127,6 +127,7 @@ class ModelDrafter:
         """``vocabulary`` says which of the target's tokens the draft can say and how it reads them."""
         self._stepper, self._vocabulary = stepper, vocabulary
         self._context = stepper.engine.spec.max_context
+        self.resumes = self.resumes and not stepper.engine.spec.recurrent  # what was drafted ahead is taken back
         self._half = max(1, self._context // 2)
         self._room = self._context + 1 - self._half  # for drafts, once its cache has begun anew
         self._reach = ALL
@@ -240,6 +241,7 @@ class ModelDrafter:
         """A draft begins, of which ``unread`` is to be read first."""
         pairs = zip(rows, self._begins, strict=False)
         self._base, self.steps = [row.sequence.length - begin for row, begin in pairs], 0
+        self._stepper.commit(self._valid)
         self.late = self._late(max(map(len, unread), default=0))
 
     def _late(self, unread: int) -> int:

@@ -116,6 +116,8 @@ class ForeignDrafter(ModelDrafter):
         transcript, cached = self._transcripts[row.index], self._cached[place]
         own = transcript.own[self._begins[place] :]
         valid = min(agreement(cached, own), len(own) - 1)
+        if valid < self._stepper.earliest(place):
+            valid = 0
         if len(own) - valid > self._reach or len(own) + min(AHEAD, self._room) > self._context + 1:
             self._begins[place] = self._anew(transcript)
             own, valid = transcript.own[self._begins[place] :], 0

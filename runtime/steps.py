@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..engines.base import (
+    CommittingEngine,
     Engine,
     EvenEngine,
     FeatureEngine,
@@ -39,6 +40,7 @@ class Stepper:
         self.engine, self.name, self.narrowest = engine, name, narrowest
         self._even_width = narrowest
         self._row_step = row_step(engine)
+        self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
         self._features: Callable[[Sequence[int], Sequence[int], int], Features] | None = None
@@ -61,12 +63,22 @@ class Stepper:
         holds (0 where the engine keeps nothing, or somebody else has reset it)."""
         resets = self._count()
         held = self._held.common(text, even=even) if resets is not None and resets == self._resets else 0
-        if held:
+        if held >= max(1, self.earliest(0)):
             self._round(even)
+            self.commit([held])
         else:
             self.reset(1, even=even)
-            self._resets = self._count()
+            self._resets, held = self._count(), 0
         return held
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """No later step goes back behind the first lengths[b] tokens of row b, but to 0."""
+        if self._committing is not None:
+            self._committing.commit(lengths)
+
+    def earliest(self, row: int) -> int:
+        """The least length the row can be stepped from, but for 0."""
+        return 0 if self._committing is None else self._committing.earliest(row)
 
     def forget(self) -> None:
         """Let no later text go on from what the cache holds."""
@@ -74,7 +86,7 @@ class Stepper:
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
-        if len(pieces) == 1 and (width := len(pieces[0])) >= self.narrowest:
+        if len(pieces) == 1 and (width := len(pieces[0])) >= self.narrowest and not leaves_one(width):
             if self._row_step is not None and past[0] + width <= self.engine.capacity:
                 return self._row_logits(self._row_step, pieces[0], past[0], False)
             return self._forward(pieces, past, width, None)
@@ -157,6 +169,7 @@ class Stepper:
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
         width = max(width, self.narrowest)
+        width += self._even and leaves_one(width) and width < self._widest(past)
         columns = width if index is None else index.shape[1]
         step = self.engine.forward
         return self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
@@ -213,3 +226,9 @@ class Stepper:
 
     def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
         return EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}")
+
+
+def leaves_one(width: int) -> bool:
+    """Whether blocks of rows may leave one over, which a kernel computes in another way: ONNX Runtime's attention takes
+    twice as many rows at once as a head is wide, and those are multiples of 16."""
+    return width > _SEVERAL and width % 16 == 1

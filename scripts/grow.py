@@ -2,12 +2,13 @@
 
 Extra layers have zero output projections; extra intermediate units have zero columns in the down projection; extra
 hidden units hold zeros, and norms, whose mean they lower, are scaled for it; experts are copies of a layer's MLP, among
-which a random router chooses. What the model computes is the same up to rounding, what it costs is not: label every
-figure taken with it as "grown".
+which a random router chooses; state spaces (Mamba 2) take the place of attention in the extra layers. What the model
+computes is the same up to rounding, what it costs is not: label every figure taken with it as "grown".
 
     python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4064
     python -m leadout.scripts.grow models/target grown --layers 20 --intermediate 4864 --hidden 1536
     python -m leadout.scripts.grow models/target mixture --layers 8 --intermediate 1024 --hidden 1536 --experts 16
+    python -m leadout.scripts.grow models/target hybrid --layers 40 --intermediate 1536 --hidden 1536 --state-spaces
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import click
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteMoeHybridConfig, MixtralConfig, PreTrainedModel
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -75,6 +76,41 @@ def mixture_of(model: PreTrainedModel, experts: int, per_token: int) -> PreTrain
     return mixture
 
 
+def hybrid_of(model: PreTrainedModel, attending: int) -> PreTrainedModel:
+    """The same, of which only the first ``attending`` layers attend: the others, which say nothing, are state spaces in
+    the form of Granite 4. Raises UsageError if there are no others."""
+    own = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
+    layers, hidden, head = own["num_hidden_layers"], own["hidden_size"], own["head_dim"]
+    if layers <= attending:
+        raise click.UsageError(f"state-spaces are the layers beyond the checkpoint's {attending}; layers is {layers}")
+    config = GraniteMoeHybridConfig(
+        **own,
+        layer_types=["attention"] * attending + ["mamba"] * (layers - attending),
+        shared_intermediate_size=own["intermediate_size"],
+        num_local_experts=0,
+        position_embedding_type="rope",
+        attention_multiplier=head**-0.5,
+        mamba_n_heads=2 * hidden // 64,
+        mamba_d_head=64,
+        mamba_d_state=128,
+    )
+    torch.manual_seed(0)
+    hybrid = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    old = model.state_dict()
+    with torch.no_grad():
+        for name, value in hybrid.state_dict().items():
+            layer = name.partition(".shared_mlp.")[0]
+            if name.endswith("shared_mlp.input_linear.weight"):
+                value.copy_(torch.cat([old[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
+            elif name.endswith("shared_mlp.output_linear.weight"):
+                value.copy_(old[f"{layer}.mlp.down_proj.weight"])
+            elif name.endswith("mamba.out_proj.weight"):
+                value.zero_()
+            elif name in old:
+                value.copy_(old[name])
+    return hybrid
+
+
 @click.command()
 @click.argument("source", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
@@ -83,6 +119,7 @@ def mixture_of(model: PreTrainedModel, experts: int, per_token: int) -> PreTrain
 @click.option("--hidden", type=int, help="Units between its layers: 4, 16 or 64 times as many. [default: as many]")
 @click.option("--experts", type=int, default=0, help="Copies of each MLP. [default: no mixture]")
 @click.option("--experts-per-token", type=int, default=2, show_default=True, help="How many of them take a token.")
+@click.option("--state-spaces", is_flag=True, help="The extra layers keep a state instead of attending.")
 def main(source: Path, destination: Path, **shape: int) -> None:
     """Grow SOURCE (a Llama-like checkpoint) into DESTINATION."""
     click.echo(f"{write_grown(source, destination, **shape):,} parameters")
@@ -96,9 +133,14 @@ def write_grown(
     hidden: int | None = None,
     experts: int = 0,
     experts_per_token: int = 2,
+    state_spaces: bool = False,
 ) -> int:
     """Save the grown checkpoint with its tokenizer, in bfloat16. Returns how many parameters it has."""
     model = grow(source, layers, intermediate, hidden)
+    if experts and state_spaces:
+        raise click.UsageError("experts and state-spaces are two kinds of grown models: choose one")
+    if state_spaces:
+        model = hybrid_of(model, AutoConfig.from_pretrained(source).num_hidden_layers)
     if experts:
         model = mixture_of(model, experts, experts_per_token)
     count = int(sum(p.numel() for p in model.parameters()))

@@ -459,7 +459,7 @@ def test_a_prompt_s_binding_makes_room_not_a_draft_s(engine: SlotEngine, monkeyp
     engine.forward(row, START)  # all share its logits
     for width in (1, 2, 3, 20, 30, 40):
         fresh.append(engine.forward(row[:, :width], START)[0, -1].copy())
-    assert sorted(width for _, width, _, _ in engine._steps) == [1, 2, 3, 40]
+    assert sorted(width for _, width, *_ in engine._steps) == [1, 2, 3, 40]
     kept = dict(engine._steps)
     for width, wanted in zip((1, 2, 3, 20), fresh, strict=False):
         assert np.array_equal(engine.forward(row[:, :width], START)[0, -1], wanted)

@@ -93,7 +93,7 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration.*decoder"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel.*no causal language model"),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
-        ({"model_type": "qwen3_next"}, "qwen3_next.*recurrent"),
+        ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
             {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},

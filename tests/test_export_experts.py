@@ -27,7 +27,7 @@ from leadout.engines import open_engine  # noqa: E402
 from leadout.export import build, experts, lowerings, quantize  # noqa: E402
 from leadout.export.build import export_model, export_pair, silent  # noqa: E402
 from leadout.export.canonical import Canonical  # noqa: E402
-from leadout.export.capture import cache_shapes, capture  # noqa: E402
+from leadout.export.capture import capture, kept  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 from leadout.scripts.cli import main  # noqa: E402
@@ -84,7 +84,7 @@ def test_every_layer_s_experts_are_one_node(name: str) -> None:
     arguments, layers = ARCHITECTURES[name]
     config = getattr(transformers, f"{name}Config")(**GROUPED | {"num_experts_per_tok": 2} | arguments)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    graph = capture(model, cache_shapes(model))
+    graph = capture(model, *kept(model))
     counts = op_counts(graph)
     assert counts["MoE"] == layers and "GatherND" not in [n.op_type for n in graph.graph if "experts" in (n.name or "")]
     assert len(experts.unrounded_experts(graph)) == 2 * layers

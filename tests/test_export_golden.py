@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from leadout.errors import ExportError  # noqa: E402
-from leadout.export.capture import cache_shapes  # noqa: E402
+from leadout.export.capture import kept  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import LENGTH, ROWS, compute_truth  # noqa: E402
 
@@ -62,7 +62,7 @@ def test_the_form_of_outputs_that_a_config_asks_for_is_passed_over(
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | asked))
     found = load(source)
-    assert cache_shapes(found.model) == cache_shapes(checkpoint.model)
+    assert kept(found.model) == kept(checkpoint.model)
     assert np.array_equal(compute_truth(found).logits, compute_truth(checkpoint).logits)
     assert outputs(found) == {"logits", "cache"}
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from leadout.export import stored  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
-from leadout.export.capture import cache_shapes, capture  # noqa: E402
+from leadout.export.capture import capture, kept  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
 from leadout.export.stored import NARROW, Standins, Stored, keep_stored, narrow_type  # noqa: E402
@@ -52,7 +52,7 @@ def save_both(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **ch
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    graph = capture(checkpoint.model, cache_shapes(checkpoint.model)).graph
+    graph = capture(checkpoint.model, *kept(checkpoint.model)).graph
     return {name: value.const_value.numpy() for name, value in graph.initializers.items()}
 
 

@@ -19,6 +19,8 @@ def require_buildable(entry: ModelEntry, precision: str) -> None:
             f"the {role} gives features, which engines do not: a head that reads them runs on ONNX Runtime alone;"
             " for TensorRT export the target with another draft"
         )
+    if entry.recurrence is not None:
+        raise ExportError(f"the {role} has recurrent layers, which ONNX Runtime alone computes (provider cpu)")
     if entry.precision not in ("fp32", "int4", "fp16"):
         raise ExportError(
             f"the {role} is in {entry.precision}, which only ONNX Runtime reads; export the pair in fp32"
