@@ -9,7 +9,7 @@ transformers'.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .tuned import cores
 
-WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 33, MAX_GUESS_LENGTH + 1)
+BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its sums in another way
+WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``
 NEW_TOKENS = 24
 TREE = (3, 2, 1)
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
@@ -140,10 +141,14 @@ def check_widths(
     beside: Features | None = None,
 ) -> Check:
     """Feed one row ([1, T]) in steps of widths that are meant to round alike, ``narrowest`` and more: the same bits
-    must come, or no more than ``slack`` apart (``note``: why they may be). ``beside`` as in ``stepped``."""
+    must come, or no more than ``slack`` apart (``note``: why they may be). ``beside`` as in ``stepped``; without it,
+    a longer row is looked at where it grows beyond BOUNDS, too."""
     widths = [width for width in WIDTHS if narrowest <= width <= engine.spec.max_verify]
     reference = stepped(engine, tokens, widths[0], beside)
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width, beside)).max()) for width in widths[1:]}
+    if not engine.spec.reads_features:
+        for width, difference in crossings(engine, tokens[0], widths):
+            apart[width] = max(apart.get(width, 0.0), difference)
     differing = ", ".join(f"{width} (by {apart[width]:.1e})" for width in apart if apart[width] != 0.0)
     ok = all(value <= slack for value in apart.values())
     detail = f"differ: {differing}{note}" if differing else "one bit pattern"
@@ -164,6 +169,30 @@ def stepped(engine: Engine, tokens: Tokens, width: int, beside: Features | None 
             engine.beside(np.pad(read, ((0, width - len(read)), (0, 0)))[None])
         parts.append(np.array(engine.forward(padded[:, at : at + width], np.array([at], np.int64))[0]))
     return np.concatenate(parts)[:total]
+
+
+def crossings(engine: Engine, tokens: NDArray[np.int64], widths: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """How far, for each of BOUNDS and ``widths``, the logits of steps that just reach it and that cross it are from
+    those of a wide one that does: of a row of these ``tokens`` [T], repeated."""
+    window = min(max(widths), engine.spec.max_verify)
+    row = np.resize(tokens, max(BOUNDS) + window)[None]
+    past = 0
+    engine.reset(1)
+    for bound in BOUNDS:
+        start, end = bound - window // 2, bound - window // 2 + window
+        if end > engine.spec.max_context:
+            return
+        engine.reserve(end)
+        while past < start:
+            step = min(start - past, engine.spec.max_step)
+            engine.forward(row[:, past : past + step], np.array([past], np.int64))
+            past += step
+        wide = np.array(engine.forward(row[:, start:end], np.array([start], np.int64))[0])
+        for width in widths:
+            for at in (bound - width, bound - width // 2):
+                if start <= at and at + width <= end:
+                    found = np.asarray(engine.forward(row[:, at : at + width], np.array([at], np.int64))[0])
+                    yield width, float(np.abs(found - wide[at - start : at - start + width]).max())
 
 
 def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None) -> Iterator[Check]:

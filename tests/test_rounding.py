@@ -23,6 +23,7 @@ from leadout.engines.rounding import even_from
 from leadout.engines.toy import ToyEngine
 from leadout.errors import EngineError
 from leadout.runtime import check
+from leadout.runtime.steps import Stepper
 
 VOCAB = 16
 C = Shape()
@@ -38,6 +39,11 @@ def alone(past: int, width: int) -> int:
 def of_four(past: int, width: int) -> int:
     """Sums over the slots in use, four at a time: ARM64's attention."""
     return min(width, (past + width) % 4)
+
+
+def of_slots(past: int, width: int) -> int:
+    """Sums over more than 64 slots are cut in two: heads of 256 on x86."""
+    return width if past + width > 64 else 0
 
 
 def of_rows(past: int, width: int) -> int:
@@ -78,6 +84,44 @@ def test_the_least_width_is_found_or_that_there_is_none(
     rest: Rest, least: int, width: int | None, context: int
 ) -> None:
     assert even_from(Rounding(rest, context), least) == width
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_sums_that_are_cut_where_a_text_grows_long_are_found_out(least: int) -> None:
+    assert even_from(Rounding(of_slots), least) is None
+    assert even_from(Rounding(of_slots, max_context=64), least) == least, "no text grows so long"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_exact_steps_of_wide_heads_round_alike_wherever_a_text_stands(
+    head_dim: int, precision: str, tmp_path: Path
+) -> None:
+    shape = Shape(head_dim=head_dim, context=400)
+    engine = SlotEngine(write(shape, tmp_path, precision), exact=True)
+    found = check.check_widths("widths", engine, tokens(shape, 1, 48), narrowest=engine.spec.narrowest)
+    assert found.ok, (engine.variant, found.detail)
+
+
+@pytest.mark.parametrize("rest", [of_slots, lambda past, width: width * (past + width > 192)])
+def test_check_looks_where_a_text_grows_long(rest: Rest) -> None:
+    row = np.arange(48)[None] % VOCAB
+    assert not check.check_widths("widths", Rounding(rest, 512), row).ok
+    assert check.check_widths("widths", Rounding(lambda past, width: 0, 512), row).ok
+
+
+def test_no_exact_step_leaves_a_row_over() -> None:
+    """Attention takes 32 rows and more at once, always a multiple of 16: what is left over is never one."""
+    left_over = Rounding(lambda past, width: width % 32 == 1)
+    for width in range(2, 70):
+        for even in (True, False):
+            left_over.calls.clear()
+            stepper = Stepper(left_over, "target", narrowest=2)
+            stepper.reset(1, even=even)
+            text = [*range(10)] * 7
+            logits = np.asarray(stepper.all_logits([text[:width]], [0]))[0, :width]
+            assert not even or np.ptp(logits, axis=0).max() == 0
+            assert left_over.calls[-1] == (1, width + (even and width in (33, 49, 65)))
 
 
 def test_a_short_context_is_tried_as_far_as_it_goes() -> None:
