@@ -37,17 +37,20 @@ TIMED_STEPS = 9
 
 class Timed(Wrapped):
     """An engine that notes when it was at work in rounds, as (from, to) in ``spans``: a step wider than any draft, or
-    on an empty cache, is a prompt's and not counted. (A draft that catches up with others' tokens in such a step looks
-    like a prompt, too.) Around a small model's step every call counts, so there are as few as can be."""
+    on an empty cache, is a prompt's and not counted; nor, where prompts go in by fewer tokens than that, is one of
+    several tokens of which the last one's logits are wanted. (A draft that catches up with others' tokens in such a
+    step looks like a prompt, too.) Around a small model's step every call counts, so there are as few as can be."""
 
     def __init__(self, engine: Engine, spans: list[tuple[float, float]]) -> None:
         super().__init__(engine)
         self._spans = spans
+        self._most = MAX_GUESS_LENGTH + 1 if engine.spec.max_step > MAX_GUESS_LENGTH + 1 else 2  # with one's logits
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         start = perf_counter()
         logits = self.engine.forward(tokens, past_lens, logit_index)
-        if tokens.shape[1] <= MAX_GUESS_LENGTH + 1 and past_lens[0]:
+        most = MAX_GUESS_LENGTH + 1 if logit_index is None or logit_index.shape[1] > 1 else self._most
+        if tokens.shape[1] <= most and past_lens[0]:
             self._spans.append((start, perf_counter()))
         return logits
 

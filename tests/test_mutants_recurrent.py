@@ -155,7 +155,8 @@ GRAPHS = [
     Mutant(
         "what is before a text is in it", recurrent.TrailLayer, "update_conv_state", "positions >= 0", "positions >= -9"
     ),
-    Mutant("no activation", recurrent, "convolve", 'activation or "none"', '"none"'),
+    Mutant("no activation", recurrent, "convolve", "activation is None", "True"),
+    Mutant("a tap is left out", recurrent, "convolve", "range(1, taps)", "range(2, taps)"),
     Mutant("keys are as long as they come", recurrent, "gated_delta_rule", "if use_qk_l2norm_in_kernel:", "if False:"),
     Mutant("queries are as long as keys", recurrent, "gated_delta_rule", "* query.shape[-1] ** -0.5", ""),
     Mutant("time steps are as they come", recurrent, "scan", "nn.functional.softplus(dt) if dt_softplus else dt", "dt"),
