@@ -29,6 +29,7 @@ from leadout.runtime.decoder import Decoder
 from leadout.runtime.easiness import Easiness
 from leadout.runtime.free import Discount
 from leadout.runtime.policy import Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 from leadout.runtime.suffix import EarlierTexts
 from leadout.runtime.vigil import Vigil
@@ -44,8 +45,8 @@ def without_earlier_texts(commons: Commons, kind: str, family: Any = None, *, mo
     return [each for each in DRAFTERS(commons, kind, family, model=model) if not isinstance(each, EarlierTexts)]
 
 
-def promised(pace: Pace, auto: Any) -> float:
-    return max(pace._speeds([(policy.tokens, MAX_DRAFT_LENGTH) for policy in auto], pace.rows))
+def promised(pace: Pace, this: Round, auto: Any) -> float:
+    return max(pace._speeds([(policy.tokens, MAX_DRAFT_LENGTH) for policy in auto], this.rows))
 
 
 def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | None:
@@ -57,7 +58,7 @@ def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | N
 CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
     "no discount of promises": {(Discount, "factor"): property(lambda self: 1.0)},
-    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, policies, limits, **how: None},
+    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, this, policies, limits, **how: None},
     "the price of time is as promised": {(Pace, "_local"): promised},
     "no bill": {(Bill, "loses"): property(lambda self: False)},
     "no hope": {(Pace, "_hoped"): lambda self, requests, rows: 0},

@@ -15,7 +15,9 @@ from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, 
 from .gain import BY_DRAFTS, BY_GUESSES, cap, pays, worth
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
+from .prices import Prices
 from .recycling import RecyclingDrafter, Successors
+from .rounds import Round
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
@@ -70,29 +72,29 @@ class Plan(NamedTuple):
 _NOTHING = Plan()
 
 
-def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
+def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Plan]:
     """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
     draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
     than pays for all."""
     if not any(plan.drafts for plan in plans):
         return plans
-    speed, with_model = _cut([plan.beside_model() for plan in plans], pace)
-    pace.otherwise, without = _cut([plan.without_model() for plan in plans], pace)
+    speed, with_model = _cut([plan.beside_model() for plan in plans], prices)
+    this.otherwise, without = _cut([plan.without_model() for plan in plans], prices)
     promised = [plan.promises for plan in without]
-    alone = beside(pace.otherwise, worth(promised, BY_GUESSES), max(promised), pace)
+    alone = beside(this.otherwise, worth(promised, BY_GUESSES), prices.missed(this.rows, max(promised)))
     return with_model if speed >= alone else without
 
 
-def beside(speed: float, tokens: float, written: float, pace: Pace) -> float:
-    """Tokens a second of a round without the draft model, which then lacks all that was ``written`` in a row of it:
-    what the model takes to catch up is of that round's making. ``speed`` is that of its ``tokens`` alone."""
-    return tokens / (tokens / speed + pace.prices.missed(pace.rows, written)) if speed else 0.0
+def beside(speed: float, tokens: float, missed: float) -> float:
+    """Tokens a second of a round without the draft model, which then lacks what a row of it wrote: the seconds that the
+    model takes for what it ``missed`` are of that round's making. ``speed`` is that of its ``tokens`` alone."""
+    return tokens / (tokens / speed + missed) if speed else 0.0
 
 
-def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
+def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
     """What ``plans`` are worth a second where they are cut best, and so cut."""
     rows, modelled = len(plans), any(plan.length for plan in plans)
-    seconds = pace.prices.with_model(rows) if modelled else pace.prices.without_model(rows)
+    seconds = prices.with_model(rows) if modelled else prices.without_model(rows)
     ahead = BY_DRAFTS if modelled else BY_GUESSES
     wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
     fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
@@ -178,7 +180,7 @@ class Cascade:
         self._vigil = Vigil(experience.habit)
         self._told = 0  # tokens of the text that all free drafters know
         self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
-        self._plan = Plan()
+        self._this, self._plan = Round(), Plan()
         self._otherwise = self._saved = self._spent = 0.0
         self._promised = 1.0  # tokens, by the best guess of this round
         self._discount = Discount(experience.discount)
@@ -205,7 +207,7 @@ class Cascade:
     def _replay(self, tokens: Sequence[int], unaided: Unaided) -> None:
         """Go over what the draft model's round wrote, to see what free drafters alone would have taken for it."""
         promised, begin = self._promised, self._told
-        if self._pace.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
+        if self._this.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
             return
         first = self._plan.instead.tokens if self._plan.instead is not None else ()
         seconds = self._pace.prices.without_model(1)
@@ -230,17 +232,18 @@ class Cascade:
         self._plan = _NOTHING
         return _NOTHING
 
-    def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
-        """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
-        model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
+    def choose(self, this: Round, tokens: Sequence[int], limit: int, model_limit: int, allotted: int) -> Plan:
+        """The plan for ``this`` round, after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the
+        draft model's, which is ``allotted`` so many."""
         if self.dozes and not allotted:
             return self.doze()
         self._vigil.tick()
+        self._this, rows = this, this.rows
         limit = max(0, min(limit, MAX_GUESS_LENGTH))
         wanted = self._wanted(limit, rows)
         self._settles = self._vigil.awake and wanted is None
         self._asked = self._settles or bool(wanted)
-        length, promised = self._from_model(min(limit, model_limit), allotted, rows)
+        length, promised = self._from_model(min(limit, model_limit), allotted)
         self._plan = Plan()
         speed = 0.0
         if self._asked:
@@ -251,17 +254,18 @@ class Cascade:
                 each.look(tokens, longest, floor)
             self._plan, speed = self._best_guess(rows, whole=wanted is not None)
             if length and promised != math.inf and self._fixed is None:
-                length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
+                length, promised = self._where_it_is_as_easy(length, min(limit, model_limit))
             if length and self._settles and rows == 1 and (unaided := self._experience.unaided) is not None:
                 speed = unaided.speed(self._promised, speed)
             self._spent = perf_counter() - started
-            self._pace.otherwise = speed
+            this.otherwise = speed
         self._otherwise, self._saved = promised if length else 0.0, 0.0
         if length:
             assert self._model is not None
             forced = self._fixed is not None or promised == math.inf
             guess, plan = self._plan, Plan("model", length=length, expected=self._model.tokens, whole=forced)
-            better = not guess.tokens or promised > beside(speed, guess.promises, guess.promises, self._pace)
+            missed = self._pace.prices.missed
+            better = not guess.tokens or promised > beside(speed, guess.promises, missed(rows, guess.promises))
             self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
         return self._plan
 
@@ -296,7 +300,7 @@ class Cascade:
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        missed = self._pace.prices.missed(self._pace.rows, tokens) / rows if self._otherwise else 0.0
+        missed = self._pace.prices.missed(rows, tokens) / rows if self._otherwise else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _settle_promises(self, new: Sequence[int]) -> None:
@@ -359,22 +363,22 @@ class Cascade:
                 self._best = plan.tokens, guess.survivals
         return plan, best
 
-    def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:
+    def _from_model(self, limit: int, allotted: int) -> tuple[int, float]:
         """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
         where its policy wants to measure, or to try again after a rest."""
         if self._model is None or limit <= 0 or not (allotted or self._fixed):
             return 0, 0.0
         if self._fixed is not None:
             length = min(self._fixed, limit)
-            return length, self._model.speed(length, rows)
-        return allotted, math.inf if self._pace.explores else self._model.speed(allotted, rows)
+            return length, self._model.speed(length, self._this.rows)
+        return allotted, math.inf if self._this.explores else self._model.speed(allotted, self._this.rows)
 
-    def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
+    def _where_it_is_as_easy(self, allotted: int, limit: int) -> tuple[int, float]:
         """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
         assert self._model is not None
         factors, prices = self._experience.easiness.factors(self._promised), self._pace.prices
-        if rows > 1:
-            return allotted, factors[allotted] * self._model.speed(allotted, rows)
+        if self._this.rows > 1:
+            return allotted, factors[allotted] * self._model.speed(allotted, self._this.rows)
         tokens = [mean * factor for mean, factor in zip(self._model.tokens[: limit + 1], factors, strict=False)]
         rounds = zip(tokens, prices.with_model(1), strict=False)
         speeds = [mean / (took + prices.again(1, mean)) for mean, took in rounds]

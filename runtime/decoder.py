@@ -25,6 +25,7 @@ from .kinds import Kind, repeats
 from .noise import Noise
 from .policy import AutoLength, FixedLength, Pace, Policy
 from .prefill import prefill
+from .rounds import Round
 from .sampling import Chain, Sampler
 from .sequence import FinishReason, Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
@@ -148,11 +149,12 @@ class Decoder:
             clock = self._start(rows)
         while rows:
             with self.turn:
-                clock.resume()
-                drafts = self._propose(rows, clock)
+                this = self._begin(rows, clock)
+                drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)
-                verdicts = self._verify(rows, drafts, logits, clock)
-                events = [self._extend(*each) for each in zip(range(len(rows)), rows, drafts, verdicts, strict=True)]
+                verdicts = self._verify(this, rows, drafts, logits, clock)
+                each = zip(range(this.rows), rows, drafts, verdicts, strict=True)
+                events = [self._extend(this, *of_row) for of_row in each]
                 rows = self._retire(rows, clock)
             yield from events
 
@@ -246,15 +248,20 @@ class Decoder:
         self.costs.disturb()
         return perf_counter() - started
 
-    def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
+    def _begin(self, rows: list[Row], clock: Clock) -> Round:
+        clock.resume()
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
-        plans = self._plan(rows)
+        past = sum(row.sequence.cached for row in rows) // len(rows)
+        return self._pace.tick(len(rows), past, lambda: self._drafting.behind(rows) if self._drafting else 0)
+
+    def _propose(self, this: Round, rows: list[Row], clock: Clock) -> list[Draft]:
+        plans = self._plan(this, rows)
         clock.lap("host")
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
-            lengths, watch = self._watched(rows, lengths)
+            lengths, watch = self._watched(this, rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
@@ -264,14 +271,14 @@ class Decoder:
         clock.lap("draft")
         return drafts
 
-    def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
+    def _watched(self, this: Round, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
         """Where every row drafts with the model, how far each may go, and what says when to stop."""
         watched = self._drafting is not None and self._drafting.watches
         fixed = any(row.settings.draft_length != "auto" for row in rows)
         if not watched or fixed or not all(lengths):
             return lengths, None
         at_once = self._drafting is not None and self._drafting.at_once
-        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1], at_once=at_once)
+        watch = self._pace.watch(this, [row.policy for row in rows], self._limits(rows)[1], at_once=at_once)
         return (lengths, None) if watch is None else (list(watch.limits), watch)
 
     def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:
@@ -281,23 +288,22 @@ class Decoder:
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
-    def _plan(self, rows: list[Row]) -> Items[Plan]:
-        self._pace.tick(mean_context(rows), lambda: self._drafting.behind(rows) if self._drafting else 0)
+    def _plan(self, this: Round, rows: list[Row]) -> Items[Plan]:
         if self._plain:
             return [Plan()] * len(rows)
-        if self._pace.idle(len(rows)) and all(map(dozes, rows)):
+        if self._pace.idle and all(map(dozes, rows)):
             return [row.cascade.doze() if row.cascade is not None else Plan("model") for row in rows]
         limits, of_model = self._limits(rows)
-        lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
+        lengths = self._pace.lengths(this, [row.policy for row in rows], of_model)
         plans = [
             Plan("model", length=length, whole=True)
             if row.cascade is None
-            else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
+            else row.cascade.choose(this, row.sequence.tokens, limit, most, length)
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
         if len(rows) == 1:
             return plans
-        best = together(plans, self._pace)
+        best = together(plans, this, self._pace.prices)
         for row, plan in zip(rows, best, strict=True):
             if row.cascade is not None:
                 row.cascade.settle_on(plan)
@@ -318,7 +324,9 @@ class Decoder:
         clock.lap("target")
         return logits
 
-    def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
+    def _verify(
+        self, this: Round, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock
+    ) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         lengths = [len(draft.tokens) for draft in drafts]
         for place, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
@@ -334,20 +342,21 @@ class Decoder:
             self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
                 tokens, model = [verdict.accepted + 1 for verdict in verdicts], self._drafting
-                self._pace.settle([row.policy for row in rows], tokens, max(lengths), model.late, model.steps)
+                policies = [row.policy for row in rows]
+                self._pace.settle(this, policies, tokens, max(lengths), model.late, model.steps)
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:
         return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)
 
-    def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
+    def _extend(self, this: Round, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
         new = [*draft.kept(verdict), verdict.token]
         if verdict.path:
             self._target.compact(place, row.sequence.cached + 1, verdict.path)
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            self._pace.ledger.note(row.policy.observe, verdict.outcomes, draft.classes)
+            self._pace.ledger.note(row.policy.observe, verdict.outcomes, draft.classes, this.rows)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.cascade is not None:
@@ -387,8 +396,3 @@ class Decoder:
 def dozes(row: Row) -> bool:
     """Whether nobody drafts for the row while the draft model rests."""
     return isinstance(row.policy, AutoLength) if row.cascade is None else row.cascade.dozes
-
-
-def mean_context(rows: list[Row]) -> int:
-    """Tokens of a row before its step, on average."""
-    return sum(row.sequence.cached for row in rows) // len(rows)

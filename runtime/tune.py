@@ -18,6 +18,7 @@ from .decoder import Decoder
 from .kinds import Kind
 from .pair import Pair
 from .policy import FixedLength, Policy
+from .rounds import Round
 from .sequence import Row
 from .settings import MAX_DRAFT_LENGTH, Settings
 from .stats import Stats
@@ -59,10 +60,10 @@ class Sweep(Decoder):
     def _policy(self, settings: Settings, kind: Kind) -> Policy:
         return self._fixed
 
-    def _plan(self, rows: list[Row]) -> Sequence[Plan]:
+    def _plan(self, this: Round, rows: list[Row]) -> Sequence[Plan]:
         self._fixed.fixed = next(self._lengths)
         self.rounds += 1
-        return super()._plan(rows)
+        return super()._plan(this, rows)
 
 
 def _shuffled(longest: int) -> Iterator[int]:

@@ -45,10 +45,10 @@ def test_watched_drafts_write_the_same_text(most: int | None, monkeypatch: Any) 
     miss, observe = Watch.missed, AutoLength.observe
     monkeypatch.setattr(Watch, "missed", lambda self, place, count: (missed.append(count), miss(self, place, count)))
 
-    def spy(self: AutoLength, outcomes: Any, classes: Any = ()) -> None:
+    def spy(self: AutoLength, outcomes: Any, classes: Any = (), rows: int = 1) -> None:
         if outcomes:  # the last token needs no draft
             taught.append((len(outcomes), len(classes)))
-        observe(self, outcomes, classes)
+        observe(self, outcomes, classes, rows)
 
     monkeypatch.setattr(AutoLength, "observe", spy)
     settings = Settings(draft="model", max_new_tokens=80, ignore_eos=True)

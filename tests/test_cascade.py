@@ -23,6 +23,8 @@ from leadout.runtime.free import Calibrated, Calibration
 from leadout.runtime.kinds import Kind
 from leadout.runtime.pair import load
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.prices import Prices
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import DRAFTS, Settings
 from leadout.runtime.verify import happened
 
@@ -44,9 +46,9 @@ def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, nar
 def choose(chooser, limit, of_model):
     """The plan of a new round for a row that is alone."""
     pace, model = chooser._pace, chooser._model
-    pace.tick()
-    allotted = pace.lengths([model], [of_model], 1)[0] if model else 0
-    return chooser.choose([1], limit, of_model, allotted, 1)
+    this = pace.tick()
+    allotted = pace.lengths(this, [model], [of_model])[0] if model else 0
+    return chooser.choose(this, [1], limit, of_model, allotted)
 
 
 class Fixed:
@@ -374,7 +376,7 @@ def test_who_must_ask_the_model_does_whatever_he_could_guess():
     assert free.beside_model() == guess and free._replace(instead=Plan()).beside_model().by == "model"
     forced = free._replace(whole=True)
     assert forced.beside_model() == forced.without_model() == forced
-    plans = together([forced, forced._replace(instead=None)], Pace(FixedCosts(per_draft=0.5)))
+    plans = together([forced, forced._replace(instead=None)], Round(2), Prices(FixedCosts(per_draft=0.5)))
     assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
 
 
@@ -387,10 +389,10 @@ def reading(price, **options):
 
 def test_a_guess_pays_for_what_the_draft_model_then_lacks():
     """A guess that promises a little more than the model does is not worth it where the model has to read it all."""
-    pace = Pace(reading(0.1))
-    assert cascade_module.beside(2.0, 3.0, 3.0, pace) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
-    assert cascade_module.beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
-    assert cascade_module.beside(0.0, 1.0, 1.0, pace) == 0.0
+    missed, beside = Prices(reading(0.1)).missed, cascade_module.beside
+    assert beside(2.0, 3.0, missed(1, 3.0)) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
+    assert beside(2.0, 1.0, missed(1, 1.0)) == 2.0, "one token goes in with the draft's first step"
+    assert beside(0.0, 1.0, missed(1, 1.0)) == 0.0
     chosen = {}
     for length, price in itertools.product(("auto", 3), (0.0, 0.1, 1.0)):
         costs = reading(price, per_draft=0.2)
@@ -407,7 +409,6 @@ def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
     model = Plan("model", length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
     chosen = {}
     for price in (0.0, 0.04, 0.2):
-        pace = Pace(reading(price, per_draft=0.1))
-        pace.rows = 2
-        chosen[price] = [plan.by for plan in cascade_module.together([model, model], pace)]
+        prices = Prices(reading(price, per_draft=0.1))
+        chosen[price] = [plan.by for plan in cascade_module.together([model, model], Round(2), prices)]
     assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2

@@ -20,6 +20,7 @@ from leadout.runtime import suffix
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import corrected
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 
 PERIOD = 29
@@ -101,9 +102,9 @@ def test_a_wide_step_counts_when_it_was_measured_twice():
 
 def test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_row():
     pace, policy = trained(0.9, FixedCosts(per_draft=0.1))
-    pace.lengths([policy], [16], 1)
+    pace.lengths(this := Round(), [policy], [16])
     before = policy.bill._squares
-    pace.settle([policy], [3], 40, 1)
+    pace.settle(this, [policy], [3], 40, 1)
     pace.enter()
     assert policy.bill._squares != before
 
@@ -130,8 +131,8 @@ MUTANTS = (
         "no bill beside a long guess",
         policy_module.Pace,
         "settle",
-        "not self._measures",
-        "not self._measures and length <= 16",
+        'this.why != "measured"',
+        'this.why != "measured" and length <= 16',
     ),
     Mutant("a bad moment is for good", costs_module.Costs, "target", "width <= _NARROW or", "True or"),
     Mutant("what was measured alone is lost", costs_module.Costs, "target", "} or known", "}"),

@@ -12,6 +12,7 @@ from leadout.runtime.costs import Costs, Step, context_bucket
 from leadout.runtime.gain import cap, pays
 from leadout.runtime.kinds import GREEDY
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from leadout.runtime.verify import happened
 
@@ -40,12 +41,17 @@ def trained(acceptance, table, *, rounds=400, seed=0, **options):
     return pace, policy
 
 
-def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
-    """The length of a new round, the same for all requests."""
-    pace.tick()
-    lengths = pace.lengths(policies, [limit] * len(policies), len(policies))
+def next_round(pace, *policies, limit=MAX_DRAFT_LENGTH):
+    """A new round, and the length of its drafts, the same for all requests."""
+    this = pace.tick(len(policies))
+    lengths = pace.lengths(this, policies, [limit] * len(policies))
     assert len(set(lengths)) == 1
-    return lengths[0]
+    return this, lengths[0]
+
+
+def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
+    """The length of a new round."""
+    return next_round(pace, *policies, limit=limit)[1]
 
 
 # Optimal lengths for independent acceptance at a marginal cost d a token (draft + verify), from the closed form.
@@ -97,10 +103,11 @@ def test_one_length_serves_the_rows_of_a_step():
     (pace, good), poor = trained(0.9, table), AutoLength(Pace(table))
     for _ in range(60):
         poor.observe(happened(1, 0))
-    alone = pace.lengths([good], [16], 2)[0]
-    both = pace.lengths([good, poor], [16, 16], 2)
+    alone = pace.lengths(Round(2), [good], [16])[0]
+    both = pace.lengths(Round(2), [good, poor], [16, 16])
     assert both[0] == both[1] and 0 < both[0] <= alone
-    assert pace.lengths([good, good], [16, 2], 2)[1] == 2 and pace.lengths([FixedLength(3), good], [16, 16], 2)[0] == 3
+    assert pace.lengths(Round(2), [good, good], [16, 2])[1] == 2
+    assert pace.lengths(Round(2), [FixedLength(3), good], [16, 16])[0] == 3
 
 
 def test_a_new_request_starts_from_what_the_earlier_ones_showed():
@@ -337,8 +344,7 @@ def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows, drafted):
     each = [AutoLength(pace) for _ in range(rows)]
     lengths = []
     for _ in range(16):
-        pace.tick()
-        lengths += pace.lengths(each, [16] * rows, rows)[:1]
+        lengths.append(next_length(pace, *each))
         for row in each:
             row.observe([(1.0, 0.0)] if lengths[-1] else [])
     assert all(lengths[:drafted]) and not any(lengths[drafted:])

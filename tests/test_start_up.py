@@ -7,7 +7,7 @@ import math
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
-from test_policy import next_length
+from test_policy import next_round
 
 from leadout.runtime import costs, drafters, policy, prices, typical
 from leadout.runtime.costs import Costs
@@ -23,8 +23,8 @@ def measured(*, per_draft, kept, rows=1):
     pace = Pace(table)
     requests = [AutoLength(pace) for _ in range(rows)]
     for _ in range(14):
-        length = next_length(pace, *requests)
-        if pace.explores:
+        this, length = next_round(pace, *requests)
+        if this.explores:
             lengths.append(length)
             table.record_target(rows, length + 1, 1.0 + 0.02 * length)
             table.record_draft(rows, length, per_draft * length)
@@ -84,8 +84,8 @@ def tries(reading):
     pace.told([request], 10, 10 * reading)
     found = []
     for number in range(400):
-        pace.tick(late=lambda number=number: number)
-        found += [number] if pace.lengths([request], [16], 1)[0] else []
+        this = pace.tick(late=lambda number=number: number)
+        found += [number] if pace.lengths(this, [request], [16])[0] else []
         if found:
             request.observe(happened(1, 0))
     return found

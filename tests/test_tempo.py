@@ -15,6 +15,7 @@ from leadout.runtime.bench import Bench
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 from leadout.runtime.tempo import Tempo
 from leadout.runtime.tune import Tuner
@@ -241,7 +242,7 @@ def a_bill_gives_the_benefit_of_the_doubt():
         pace = Pace(table)
         request = AutoLength(pace)
         request.bill.record = recorded.append
-        pace.settle([request], [3], 2, 0)
+        pace.settle(Round(), [request], [3], 2, 0)
         pace.enter()
         return recorded[0], pace.prices.without_model(1)[0]
 

@@ -91,9 +91,9 @@ def the_model_is_compared_with_it(*_):
                 for _ in range(40):
                     chooser._experience.unaided.record(promised, 1.0, seconds)
         plan = choose(chooser, 9, 9)
-        assert plan.by == by and chooser._pace.otherwise > 1.0 / 5.0, (kind, seconds)
+        assert plan.by == by and chooser._this.otherwise > 1.0 / 5.0, (kind, seconds)
         if by == "fixed":
-            assert chooser._pace.otherwise > 3.0, "the draft model's bill knows it, too"
+            assert chooser._this.otherwise > 3.0, "the draft model's bill knows it, too"
 
 
 def a_round_of_the_model_is_gone_over(*_):

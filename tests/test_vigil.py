@@ -98,8 +98,7 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
     chooser.take(text)
     for _ in range(4):
         assert not heard
-        chooser._pace.tick()
-        chooser.choose(text, 8, 0, 0, 1)
+        chooser.choose(chooser._pace.tick(), text, 8, 0, 0)
         chooser.observe([text[-1]], [9], np.zeros((1, 50), np.float32))
         text.append(9)
         chooser.take(text)
@@ -137,8 +136,7 @@ def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
     chooser.take(text)
     heard = []
     for _ in range(30):
-        chooser._pace.tick()
-        assert not chooser.choose(text, 8, 0, 0, 1).tokens
+        assert not chooser.choose(chooser._pace.tick(), text, 8, 0, 0).tokens
         heard.append(listener.heard == len(text))
         chooser.observe([text[-1]], [len(text) + 1], np.zeros((1, 50), np.float32))
         text.append(len(text) + 1)
@@ -168,10 +166,10 @@ def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
     for _ in range(40):
         bad.observe(happened(1, 0))
     chooser._model = bad
-    chooser._pace.tick()
-    chooser._pace.lengths([good, bad], [16, 16], 2)
-    plan = chooser.choose([1], 16, 16, 3, 2)
-    assert not chooser._pace.explores and plan.by == "fixed"
+    this = chooser._pace.tick(2)
+    chooser._pace.lengths(this, [good, bad], [16, 16])
+    plan = chooser.choose(this, [1], 16, 16, 3)
+    assert not this.explores and plan.by == "fixed"
 
 
 def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
