@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
 
 from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
-from .gain import BY_DRAFTS, BY_GUESSES, cap, pays, worth
+from .gain import BY_GUESSES, pays, worth
+from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
-from .prices import Prices
 from .recycling import RecyclingDrafter, Successors
 from .rounds import Round
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
@@ -28,78 +27,6 @@ from .vigil import Habit, Vigil
 # a GPU records it, and the first steps measure it.
 _LENGTHS = frozenset((*range(MAX_DRAFT_LENGTH + 1), *range(23, MAX_GUESS_LENGTH + 1, 8)))
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
-
-
-class Plan(NamedTuple):
-    """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them.
-
-    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost, which must not be
-    done to one that is ``whole``. ``instead`` is what the row would do where the others' plans make this one a bad one.
-    """
-
-    by: str = "none"
-    tokens: Sequence[int] = ()
-    length: int = 0
-    expected: Sequence[float] = (1.0,)
-    whole: bool = False
-    instead: Plan | None = None
-
-    @property
-    def drafts(self) -> int:
-        """How many tokens are going to be drafted."""
-        return self.length or len(self.tokens)
-
-    @property
-    def promises(self) -> float:
-        """Tokens of the round."""
-        return self.expected[min(self.drafts, len(self.expected) - 1)]
-
-    def cut(self, longest: int) -> Plan:
-        """The same with at most ``longest`` drafts, if it may be cut."""
-        if self.whole or self.drafts <= longest:
-            return self
-        return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
-
-    def without_model(self) -> Plan:
-        """What the row does where the draft model is not asked, if it need not be."""
-        return (self.instead or Plan()) if self.length and not self.whole else self
-
-    def beside_model(self) -> Plan:
-        """What the row does where the draft model is asked anyway, for others: who must draft so many does."""
-        return self.instead if not self.whole and self.instead and self.instead.promises > self.promises else self
-
-
-_NOTHING = Plan()
-
-
-def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Plan]:
-    """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
-    draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
-    than pays for all."""
-    if not any(plan.drafts for plan in plans):
-        return plans
-    speed, with_model = _cut([plan.beside_model() for plan in plans], prices)
-    this.otherwise, without = _cut([plan.without_model() for plan in plans], prices)
-    promised = [plan.promises for plan in without]
-    alone = beside(this.otherwise, worth(promised, BY_GUESSES), prices.missed(this.rows, max(promised)))
-    return with_model if speed >= alone else without
-
-
-def beside(speed: float, tokens: float, missed: float) -> float:
-    """Tokens a second of a round without the draft model, which then lacks what a row of it wrote: the seconds that the
-    model takes for what it ``missed`` are of that round's making. ``speed`` is that of its ``tokens`` alone."""
-    return tokens / (tokens / speed + missed) if speed else 0.0
-
-
-def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
-    """What ``plans`` are worth a second where they are cut best, and so cut."""
-    rows, modelled = len(plans), any(plan.length for plan in plans)
-    seconds = prices.with_model(rows) if modelled else prices.without_model(rows)
-    ahead = BY_DRAFTS if modelled else BY_GUESSES
-    wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
-    fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
-    speed, longest = cap(wanted, seconds, fixed, ahead)
-    return speed, [plan.cut(longest) for plan in plans]
 
 
 @dataclass(slots=True)
@@ -180,7 +107,7 @@ class Cascade:
         self._vigil = Vigil(experience.habit)
         self._told = 0  # tokens of the text that all free drafters know
         self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
-        self._this, self._plan = Round(), Plan()
+        self._this, self._plan = Round(), NOBODY
         self._otherwise = self._saved = self._spent = 0.0
         self._promised = 1.0  # tokens, by the best guess of this round
         self._discount = Discount(experience.discount)
@@ -229,8 +156,8 @@ class Cascade:
         """The plan for a round in which nobody drafts."""
         self._vigil.tick()
         self._asked = self._settles = False
-        self._plan = _NOTHING
-        return _NOTHING
+        self._plan = NOBODY
+        return NOBODY
 
     def choose(self, this: Round, tokens: Sequence[int], limit: int, model_limit: int, allotted: int) -> Plan:
         """The plan for ``this`` round, after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the
@@ -244,7 +171,7 @@ class Cascade:
         self._settles = self._vigil.awake and wanted is None
         self._asked = self._settles or bool(wanted)
         length, promised = self._from_model(min(limit, model_limit), allotted)
-        self._plan = Plan()
+        self._plan = NOBODY
         speed = 0.0
         if self._asked:
             self._catch_up(tokens)
@@ -263,7 +190,7 @@ class Cascade:
         if length:
             assert self._model is not None
             forced = self._fixed is not None or promised == math.inf
-            guess, plan = self._plan, Plan("model", length=length, expected=self._model.tokens, whole=forced)
+            guess, plan = self._plan, Plan(length=length, expected=self._model.tokens, whole=forced)
             missed = self._pace.prices.missed
             better = not guess.tokens or promised > beside(speed, guess.promises, missed(rows, guess.promises))
             self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
@@ -342,7 +269,7 @@ class Cascade:
         """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
         of any worth before none). While nothing is measured, every step takes a second."""
         seconds, factor = self._pace.prices.without_model(rows), self._discount.factor
-        plan, plain, self._promised, self._best = Plan(), seconds[0], 1.0, ((), ())
+        plan, plain, self._promised, self._best = NOBODY, seconds[0], 1.0, ((), ())
         best = 0.0 if whole else 1.0 / plain
         for each in self._drafters:
             guess, expected, reached, before, wins = each.guess, [1.0], 1.0, 1.0, 0

@@ -16,11 +16,12 @@ from ..errors import UsageError
 from . import judging, trees, verify
 from .admission import check_request
 from .ahead import AheadDrafter, drafts_ahead
-from .cascade import Cascade, Commons, Plan, together
+from .cascade import Cascade, Commons
 from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
+from .joint import NOBODY, Plan, together
 from .kinds import Kind, repeats
 from .noise import Noise
 from .policy import AutoLength, FixedLength, Pace, Policy
@@ -290,13 +291,13 @@ class Decoder:
 
     def _plan(self, this: Round, rows: list[Row]) -> Items[Plan]:
         if self._plain:
-            return [Plan()] * len(rows)
+            return [NOBODY] * len(rows)
         if self._pace.idle and all(map(dozes, rows)):
-            return [row.cascade.doze() if row.cascade is not None else Plan("model") for row in rows]
+            return [NOBODY if row.cascade is None else row.cascade.doze() for row in rows]
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths(this, [row.policy for row in rows], of_model)
         plans = [
-            Plan("model", length=length, whole=True)
+            Plan(length=length, whole=True)
             if row.cascade is None
             else row.cascade.choose(this, row.sequence.tokens, limit, most, length)
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)

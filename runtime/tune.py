@@ -12,9 +12,9 @@ from typing import Any
 from ..engines import Engine
 from ..errors import UsageError
 from .bench import Bench, Group, decode
-from .cascade import Plan
 from .costs import Cost, Costs
 from .decoder import Decoder
+from .joint import Plan
 from .kinds import Kind
 from .pair import Pair
 from .policy import FixedLength, Policy

@@ -16,10 +16,11 @@ from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import decoder
 from leadout.runtime.ahead import AheadDrafter, Worth
-from leadout.runtime.cascade import Cascade, Plan
+from leadout.runtime.cascade import Cascade
 from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.held import agreement
+from leadout.runtime.joint import Plan
 from leadout.runtime.policy import Pace
 from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
@@ -73,7 +74,7 @@ def test_lengths_that_change_and_free_drafters_in_between(sampling, monkeypatch)
         choose(cascade, this, tokens, limit, most, allotted)
         if cascade._pace._rounds % 3 == 2:
             return Plan("suffix", (tokens[-3:] * 2)[: min(4, limit)])
-        return Plan("model", length=allotted)
+        return Plan(length=allotted)
 
     monkeypatch.setattr(Pace, "lengths", lengths_by_turns)
     monkeypatch.setattr(Cascade, "choose", free_by_turns)

@@ -14,12 +14,13 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Cascade, Commons, Plan, together
+from leadout.runtime import joint
+from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.joint import NOBODY, Plan
 from leadout.runtime.kinds import Kind
 from leadout.runtime.pair import load
 from leadout.runtime.policy import AutoLength, Pace
@@ -372,11 +373,12 @@ def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
 def test_who_must_ask_the_model_does_whatever_he_could_guess():
     """A length that is measured is the width of the step: guesses beside it would make it another's."""
     guess = Plan("suffix", (1, 2, 3, 4, 5, 6), expected=(1.0, 1.9, 2.7, 3.4, 4.0, 4.5, 4.9))
-    free = Plan("model", length=1, expected=(1.0, 1.5), instead=guess)
+    free = Plan(length=1, expected=(1.0, 1.5), instead=guess)
     assert free.beside_model() == guess and free._replace(instead=Plan()).beside_model().by == "model"
+    assert free._replace(length=0).by == guess.cut(0).by == NOBODY.by == "none", "who drafts nothing does not draft"
     forced = free._replace(whole=True)
     assert forced.beside_model() == forced.without_model() == forced
-    plans = together([forced, forced._replace(instead=None)], Round(2), Prices(FixedCosts(per_draft=0.5)))
+    plans = joint.together([forced, forced._replace(instead=None)], Round(2), Prices(FixedCosts(per_draft=0.5)))
     assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
 
 
@@ -389,7 +391,7 @@ def reading(price, **options):
 
 def test_a_guess_pays_for_what_the_draft_model_then_lacks():
     """A guess that promises a little more than the model does is not worth it where the model has to read it all."""
-    missed, beside = Prices(reading(0.1)).missed, cascade_module.beside
+    missed, beside = Prices(reading(0.1)).missed, joint.beside
     assert beside(2.0, 3.0, missed(1, 3.0)) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
     assert beside(2.0, 1.0, missed(1, 1.0)) == 2.0, "one token goes in with the draft's first step"
     assert beside(0.0, 1.0, missed(1, 1.0)) == 0.0
@@ -406,9 +408,9 @@ def test_a_guess_pays_for_what_the_draft_model_then_lacks():
 
 def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
     guess = Plan("suffix", (1, 2, 3), expected=(1.0, 1.9, 2.7, 3.4))
-    model = Plan("model", length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
+    model = Plan(length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
     chosen = {}
     for price in (0.0, 0.04, 0.2):
         prices = Prices(reading(price, per_draft=0.1))
-        chosen[price] = [plan.by for plan in cascade_module.together([model, model], Round(2), prices)]
+        chosen[price] = [plan.by for plan in joint.together([model, model], Round(2), prices)]
     assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2

@@ -10,7 +10,7 @@ import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, free, prices, recycling, suffix, vigil
+from leadout.runtime import cascade, decoder, free, joint, prices, recycling, suffix, vigil
 from leadout.runtime.settings import Settings
 
 
@@ -244,20 +244,20 @@ MUTANTS = [
     Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
     Mutant(
         "guesses leave the model nothing to read",
-        cascade,
+        joint,
         "beside",
         " + missed",
         "",
     ),
-    Mutant("a batch leaves it nothing to read", cascade, "together", "speed >= alone", "speed >= this.otherwise"),
-    Mutant("one token a row is missed", cascade, "together", "max(promised)", "1.0"),
+    Mutant("a batch leaves it nothing to read", joint, "together", "speed >= alone", "speed >= this.otherwise"),
+    Mutant("one token a row is missed", joint, "together", "max(promised)", "1.0"),
     Mutant("what it missed is saved", cascade.Cascade, "_savings", " - missed", ""),
     Mutant("it misses what it would not read", cascade.Cascade, "_savings", "if self._otherwise else 0.0", ""),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
     Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
-    Mutant("a fixed draft is cut", cascade.Plan, "cut", "self.whole or", "False or"),
+    Mutant("a fixed draft is cut", joint.Plan, "cut", "self.whole or", "False or"),
     Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),
     Mutant("a moved row leaves its draft cache", D, "_retire", "self._drafting.move(len(live), place)", "pass"),
     Mutant(

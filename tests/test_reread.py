@@ -10,8 +10,9 @@ from test_mutants import Mutant, must_die
 from leadout.engines.priced import Clock, Priced
 from leadout.engines.toy import ToyEngine
 from leadout.runtime import cascade, costs, decoder, policy, prices, stats, tune
-from leadout.runtime.cascade import Cascade, Commons, beside
+from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
+from leadout.runtime.joint import beside
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings

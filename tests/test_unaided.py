@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import kinds, unaided
-from leadout.runtime.cascade import Plan
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.joint import Plan
 from leadout.runtime.kinds import Kind
 from leadout.runtime.settings import Settings
 from leadout.runtime.unaided import Unaided
@@ -119,7 +119,7 @@ def it_is_gone_over_from_its_beginning(*_):
     chooser, _ = cascade([99], model=True)
     texts, found = [], Unaided()
     chooser._drafters[0].drafter.take = lambda tokens: texts.append(list(tokens))
-    chooser._told, chooser._plan, chooser._promised = 3, Plan("model", instead=Plan()), 1.0
+    chooser._told, chooser._plan, chooser._promised = 3, Plan(instead=Plan()), 1.0
     found.record = lambda *given: texts.append(given)
     chooser._replay([1, 2, 3, 4, 5, 6], found)
     assert texts[:-1] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "what stood there when a step began, and no more"
