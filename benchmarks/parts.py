@@ -25,6 +25,7 @@ from leadout.runtime import decoder
 from leadout.runtime.bill import Bill
 from leadout.runtime.cascade import Commons
 from leadout.runtime.costs import Costs
+from leadout.runtime.coverage import Coverage
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.easiness import Easiness
 from leadout.runtime.free import Discount
@@ -34,7 +35,7 @@ from leadout.runtime.settings import MAX_DRAFT_LENGTH
 from leadout.runtime.suffix import EarlierTexts
 from leadout.runtime.vigil import Vigil
 
-DRAFTERS, FIRST = Commons.drafters, Costs.first_length
+DRAFTERS, FIRST = Commons.drafters, Coverage.first_length
 
 
 def with_recycling(commons: Commons, kind: str, family: Any = None, *, model: bool = False) -> list[Any]:
@@ -47,6 +48,10 @@ def without_earlier_texts(commons: Commons, kind: str, family: Any = None, *, mo
 
 def promised(pace: Pace, this: Round, auto: Any) -> float:
     return max(pace._speeds([(policy.tokens, MAX_DRAFT_LENGTH) for policy in auto], this.rows))
+
+
+def whatever_seems_best(coverage: Coverage, limit: int, rows: int = 1, narrowest: int = 1, best: Any = None) -> Any:
+    return FIRST(coverage, limit, rows, narrowest)
 
 
 def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | None:
@@ -71,11 +76,9 @@ CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     },
     "plain steps are as others": {
         (Costs, "plain"): as_any_step,
-        (Costs, "lacks_plain"): lambda self, rows: False,
+        (Coverage, "lacks_plain"): lambda self, rows: False,
     },
-    "all lengths are measured at first": {
-        (Costs, "first_length"): lambda self, limit, rows=1, narrowest=1, best=None: FIRST(self, limit, rows, narrowest)
-    },
+    "all lengths are measured at first": {(Coverage, "first_length"): whatever_seems_best},
     "texts that repeat are as others": {(decoder, "repeats"): lambda prompt: False},
     "nothing of earlier texts": {(Commons, "drafters"): without_earlier_texts},
     "recycled tokens beside the model": {(Commons, "drafters"): with_recycling},

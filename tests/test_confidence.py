@@ -86,7 +86,7 @@ def test_nothing_is_watched_where_a_length_is_measured_or_tried():
     this = pace.tick()
     assert pace.lengths(this, [policy], [16])[0] > 0
     assert pace.watch(this, [policy], [16]).limits == [16]
-    pace.prices.costs._samples.clear()
+    pace.prices.costs.coverage._times.clear()
     this = pace.tick()
     assert pace.lengths(this, [policy], [16]) == [4] and pace.watch(this, [policy], [16]) is None
 

@@ -232,7 +232,7 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path) -> N
     assert list(report["drafts"]["1"]) == ["the bundle's own", str(bundle)]
     with load(bundle, threads=1) as pair:
         assert pair.note == "" and {cost.rows for cost in pair.known} >= {1, 2}
-        assert pair.decoder.costs.first_length(16) is None and pair.decoder.costs.target(1) is not None
+        assert pair.decoder.costs.coverage.first_length(16) is None and pair.decoder.costs.target(1) is not None
     assert run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 1).stderr.count("tuned.json") == 0
     for other in (("--threads", 2), ("--threads", 1, "--draft-threads", 2)):
         assert "does not know" in run("generate", bundle, "-p", "x", "--max-new-tokens", 2, *other).stderr
