@@ -71,10 +71,11 @@ class Decoder:
         costs: Costs | None = None,
         vocabulary: VocabularyMap | None = None,
         draft_ahead: DraftAhead = False,
+        policy: Policy | None = None,
     ) -> None:
         """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
         they are not the same ids; ``draft_ahead``: the draft model works while the target does, ``ahead`` (None where
-        nobody does)."""
+        nobody does); ``policy``: that of all requests, whatever their settings say of it."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self.costs, self._commons = Costs() if costs is None else costs, Commons()
@@ -90,6 +91,7 @@ class Decoder:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._pace.prices.rereads = self._model is not None and self._model.rereads
+        self._given = policy
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
@@ -191,6 +193,8 @@ class Decoder:
         return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
 
     def _policy(self, settings: Settings, kind: Kind) -> Policy:
+        if self._given is not None:
+            return self._given
         if settings.draft not in MODEL_DRAFTS or self._model is None:
             return FixedLength(0)
         if settings.branches:

@@ -120,8 +120,8 @@ class Pace:
         auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
         if auto:
             self._choose(this, auto)
-        wanted = [policy.fixed if isinstance(policy, FixedLength) else this.length for policy in policies]
-        return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
+        each = zip(policies, limits, strict=True)
+        return [max(0, min(policy.length(this), limit)) for policy, limit in each]
 
     def settle(
         self, this: Round, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0
@@ -282,7 +282,11 @@ class FixedLength:
     """Always the same length."""
 
     def __init__(self, fixed: int) -> None:
-        self.fixed = fixed
+        self._fixed = fixed
+
+    def length(self, this: Round) -> int:
+        """Of the drafts of ``this`` round."""
+        return self._fixed
 
     def observe(self, outcomes: Outcomes, classes: Sequence[int] = (), rows: int = 1) -> None:
         """Changes nothing."""
@@ -297,6 +301,10 @@ class AutoLength:
         self._acceptance = Acceptance(_ROW_DECAY, self._lasting)
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(seen.sureness)
+
+    def length(self, this: Round) -> int:
+        """Of the drafts of ``this`` round: what was chosen for all rows that share it."""
+        return this.length
 
     def hoped(self, errors: float) -> list[float]:
         """``tokens`` if acceptance is so many standard errors better than what was seen."""
