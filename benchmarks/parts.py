@@ -21,7 +21,7 @@ from unittest.mock import patch
 from devices import SEED, priced
 
 import leadout
-from leadout.runtime import decoder
+from leadout.runtime import admission
 from leadout.runtime.bill import Bill
 from leadout.runtime.cascade import Commons
 from leadout.runtime.costs import Costs
@@ -79,7 +79,7 @@ CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
         (Coverage, "lacks_plain"): lambda self, rows: False,
     },
     "all lengths are measured at first": {(Coverage, "first_length"): whatever_seems_best},
-    "texts that repeat are as others": {(decoder, "repeats"): lambda prompt: False},
+    "texts that repeat are as others": {(admission, "repeats"): lambda prompt: False},
     "nothing of earlier texts": {(Commons, "drafters"): without_earlier_texts},
     "recycled tokens beside the model": {(Commons, "drafters"): with_recycling},
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import count
 from threading import RLock
 from time import perf_counter
 
@@ -14,23 +13,19 @@ import numpy as np
 from ..engines.base import Engine, Logits
 from ..errors import UsageError
 from . import judging, trees, verify
-from .admission import check_request
+from .admission import Admission, check_request
 from .ahead import AheadDrafter, drafts_ahead
-from .cascade import Cascade, Commons
 from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
 from .joint import NOBODY, Plan, together
-from .kinds import Kind, repeats
-from .noise import Noise
-from .policy import AutoLength, FixedLength, Pace, Policy
+from .policy import AutoLength, Pace, Policy
 from .prefill import prefill
 from .rounds import Round
-from .sampling import Chain, Sampler
-from .sequence import FinishReason, Row, Sequence, StopMatcher
+from .sequence import FinishReason, Row, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
-from .siblings import MAX_ANSWERS, Sample, samples
+from .siblings import Sample, samples
 from .stats import Clock, Stats
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
@@ -78,7 +73,7 @@ class Decoder:
         nobody does); ``policy``: that of all requests, whatever their settings say of it."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
-        self.costs, self._commons = Costs() if costs is None else costs, Commons()
+        self.costs = Costs() if costs is None else costs
         self._model: Drafter | None = None
         self._trees: Drafter | None = None
         self.ahead: AheadDrafter | None = None
@@ -91,11 +86,10 @@ class Decoder:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._pace.prices.rereads = self._model is not None and self._model.rereads
-        self._given = policy
+        self._admission = Admission(target.spec, self._pace, model=self._model is not None, policy=policy)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
-        self._unrepeatable = count()
         self.turn = RLock()  # whose round it is, of the threads that share this
 
     def decode(
@@ -121,7 +115,7 @@ class Decoder:
 
         def admitted() -> list[Row]:
             return [
-                self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
+                self._admission.row(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
                 for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
             ]
 
@@ -136,7 +130,7 @@ class Decoder:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
         with self.turn:
-            self._commons = Commons()
+            self._admission.forget()
             self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -156,58 +150,9 @@ class Decoder:
                 drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)
                 verdicts = self._verify(this, rows, drafts, logits, clock)
-                each = zip(range(this.rows), rows, drafts, verdicts, strict=True)
-                events = [self._extend(this, *of_row) for of_row in each]
+                events = self._commit(this, rows, drafts, verdicts)
                 rows = self._retire(rows, clock)
             yield from events
-
-    def _admit(
-        self,
-        index: int,
-        prompt: list[int],
-        settings: Settings,
-        sample: Sample,
-        eos: Collection[int],
-        matchers: Callable[[int], StopMatcher | None] | None,
-    ) -> Row:
-        spec = self._target.engine.spec
-        ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
-        seed = sample.seed if settings.seed is None else settings.seed
-        chain = Chain(settings, spec.vocab_size, prompt, ends)
-        stop = matchers(index) if matchers is not None else None
-        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt))
-        policy = self._policy(settings, kind)
-        return Row(
-            index=index,
-            settings=settings,
-            sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
-            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
-            policy=policy,
-            cascade=self._cascade(settings, policy, sample, kind),
-        )
-
-    def _stream(self, settings: Settings, sample: Sample) -> int:
-        """Which of a seed's noise streams the request draws from: the sample's own, where that repeats a text. Guesses
-        and lengths that come of other texts may come of the seed's numbers: to draw with these again would be biased,
-        so such a request gets a stream that none before it had."""
-        return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
-
-    def _policy(self, settings: Settings, kind: Kind) -> Policy:
-        if self._given is not None:
-            return self._given
-        if settings.draft not in MODEL_DRAFTS or self._model is None:
-            return FixedLength(0)
-        if settings.branches:
-            return FixedLength(len(settings.branches))
-        if settings.draft == "model" and settings.draft_length != "auto":
-            return FixedLength(settings.draft_length)
-        return AutoLength(self._pace, kind)
-
-    def _cascade(self, settings: Settings, policy: Policy, sample: Sample, kind: Kind) -> Cascade | None:
-        if settings.draft in ("model", "none"):
-            return None
-        model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self._pace, model, sample.family, kind)
 
     def _start(self, rows: list[Row]) -> Clock:
         self._epoch += 1
@@ -353,6 +298,10 @@ class Decoder:
 
     def _branch(self, drafts: list[Draft]) -> bool:
         return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)
+
+    def _commit(self, this: Round, rows: list[Row], drafts: list[Draft], verdicts: list[verify.Verdict]) -> list[Event]:
+        each = zip(range(this.rows), rows, drafts, verdicts, strict=True)
+        return [self._extend(this, *of_row) for of_row in each]
 
     def _extend(self, this: Round, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
         new = [*draft.kept(verdict), verdict.token]

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
-from leadout.runtime import decoder as decoder_module
-from leadout.runtime import judging, sampling
+from leadout.runtime import admission, judging, sampling
 from leadout.runtime.costs import Costs
 from leadout.runtime.coverage import Coverage
 from leadout.runtime.decoder import Decoder, Event
@@ -126,7 +125,7 @@ def decode_law(
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
+            patch.setattr(admission, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             draw_with_coins(patch)
             target, draft = laws
             decoder = Decoder(ToyEngine(target, vocab), ToyEngine(draft, vocab, mask_token=mask_token))

@@ -295,7 +295,7 @@ def test_recycling_learns_from_rows_the_answer_never_used():
     decoder = Decoder(pair[0], None)
     settings = Settings(draft="recycling", draft_length=4, max_new_tokens=40)
     decode([([1, 2, 3], settings)], decoder=decoder, eos=())
-    known = decoder._commons.successors
+    known = decoder._admission.commons.successors
     assert 0 < len(known) <= 30
     stats = decode([([1, 2, 3], settings)], decoder=decoder, eos=())[2][0]
     assert stats.acceptance_rate > 0.9, "the law depends on one token: its chain is known by now"
@@ -328,7 +328,7 @@ def test_a_real_pair_writes_the_same_with_every_drafter(tiny_bundle):
                 assert [pair.generate(prompt, **drafting).token_ids for prompt in prompts] == alone, draft
                 assert [result.token_ids for result in pair.generate(prompts, **drafting)] == batch, draft
         pair.forget()
-        assert len(pair.decoder._commons.successors) == 0
+        assert len(pair.decoder._admission.commons.successors) == 0
 
 
 def test_fixed_drafts_of_a_batch_are_never_cut(monkeypatch):
@@ -359,7 +359,7 @@ def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
     for settings in (Settings(draft="auto", max_new_tokens=60), Settings(draft="model", max_new_tokens=60)):
         collect(decoder.decode([(6 * REPEATS, settings)]), 1)
     kinds = [Kind(repeats=True), Kind(sampled=True, repeats=True), Kind()]
-    greedy, sampled, new = map(decoder._commons.experience, kinds)
+    greedy, sampled, new = map(decoder._admission.commons.experience, kinds)
     assert any(record.rates != list(record._prior) for record in greedy.records.values())
     assert not sampled.records and not new.records and sampled.habit.price == 0.0 < greedy.habit.price
     rates = [decoder._pace.seen(kind).acceptance for kind in kinds]

@@ -10,7 +10,7 @@ import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, free, joint, prices, recycling, suffix, vigil
+from leadout.runtime import admission, cascade, decoder, free, joint, prices, recycling, suffix, vigil
 from leadout.runtime.settings import Settings
 
 
@@ -120,7 +120,7 @@ def the_model_is_judged_by_its_own_drafts(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "Costs", lambda: FixedCosts(per_draft=0.3))
-        patch.setattr(decoder, "Cascade", Spied)
+        patch.setattr(admission, "Cascade", Spied)
         pair = toy_pair(5, order=2)[0], toy_pair(5, order=2)[0]
         request = [([1, 2, 3], Settings(draft="auto", max_new_tokens=90, temperature=1.0, seed=3))]
         share = test_cascade.decode(request, pair=pair, eos=())[2][0].by_drafter
@@ -255,7 +255,7 @@ MUTANTS = [
     Mutant("it misses what it would not read", cascade.Cascade, "_savings", "if self._otherwise else 0.0", ""),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
-    Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
+    Mutant("a seed of the past survives", admission.Admission, "forget", "self.commons = Commons()", "pass"),
     Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
     Mutant("a fixed draft is cut", joint.Plan, "cut", "self.whole or", "False or"),
     Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),

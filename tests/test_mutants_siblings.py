@@ -7,7 +7,7 @@ import pytest
 import test_siblings
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, drafters, family, noise, siblings
+from leadout.runtime import admission, cascade, decoder, drafters, family, noise, siblings
 
 
 def turns(count=40):
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "a round's tokens are told when the row guesses", D, "_extend", "row.cascade.take(row.sequence.tokens)", "pass"
     ),
-    Mutant("all answers share one stream", D, "_stream", "sample.number + (", "0 + ("),
+    Mutant("all answers share one stream", admission.Admission, "_stream", "sample.number + (", "0 + ("),
     Mutant("streams overlap with seeds", noise.Noise, "__init__", "seed | stream << 64", "seed + stream"),
     Mutant(
         "every call's answers are siblings",

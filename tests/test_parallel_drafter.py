@@ -34,7 +34,7 @@ def drafting(*prompts, mask=MASK, context=256):
     """A drafter that has read the prompts' ends, and its rows."""
     making = Decoder(*engines(mask=mask, context=context), costs=FixedCosts())
     settings = Settings(draft="model", max_new_tokens=99)
-    rows = [making._admit(i, list(prompt), settings, Sample(), (), None) for i, prompt in enumerate(prompts)]
+    rows = [making._admission.row(i, list(prompt), settings, Sample(), (), None) for i, prompt in enumerate(prompts)]
     making._model.reset(rows)
     making._model.prefill(rows)
     making._model._stepper.engine.calls.clear()

@@ -27,7 +27,7 @@ LONG = [(3 * i * i + i) % VOCAB for i in range(60)]
 def drafting(prompt=LONG):
     """A drafter whose drafts depend on all that it has read, and a row for it."""
     making = Decoder(*toy_pair(VOCAB, context=256))
-    row = making._admit(0, prompt, Settings(draft="model", max_new_tokens=99), Sample(), (), None)
+    row = making._admission.row(0, prompt, Settings(draft="model", max_new_tokens=99), Sample(), (), None)
     return making._model, row
 
 
@@ -140,7 +140,7 @@ def ahead_of_the_target_it_reads_no_other_text(*_):
 
 def beyond_its_context_it_goes_on_from_the_end(*_):
     making = Decoder(toy_pair(VOCAB, context=256)[0], toy_pair(VOCAB, context=70)[1])
-    row = making._admit(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
+    row = making._admission.row(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
     drafter = making._model
     drafter.reset([row], 50)
     assert drafter.unread([row]) == 35, "half of its context"

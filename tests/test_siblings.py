@@ -27,9 +27,9 @@ from test_api import PROMPT, make
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
+from leadout.runtime import admission, siblings
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
-from leadout.runtime import siblings
 from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
@@ -200,7 +200,7 @@ def test_two_answers_that_draft_from_each_other_are_independent_draws_from_the_l
         with monkeypatch.context() as patch:
             noises = {}
             patch.setattr(
-                decoder_module,
+                admission,
                 "Noise",
                 lambda seed, stream=0: noises.setdefault(stream, ScriptedNoise(branches)),
             )

@@ -103,8 +103,8 @@ def a_round_of_the_model_is_gone_over(*_):
     prompt = [1, 2, *collect(text, 1)[0][0]]
     assert kinds.repeats(prompt)
     decoder = Decoder(*toy_pair(11, share=0.0, order=1), costs=FixedCosts(per_draft=1e-6, per_token=0.02))
-    experience = decoder._commons.experience(Kind(repeats=True))
-    assert experience.unaided is not None and decoder._commons.experience(Kind()).unaided is None
+    experience = decoder._admission.commons.experience(Kind(repeats=True))
+    assert experience.unaided is not None and decoder._admission.commons.experience(Kind()).unaided is None
     experience.unaided.record = lambda *given: records.append(given)
     experience.unaided.speed = lambda promised, guess: 1e-9  # the model it is
     _, last = collect(decoder.decode([(prompt, Settings(draft="auto", max_new_tokens=60))]), 1)

@@ -179,7 +179,7 @@ def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
     for sampling in ({}, {"temperature": 0.8, "seed": 7}):
         plain = decode([(prompt, Settings(draft="none", max_new_tokens=70, **sampling)) for prompt in prompts], eos=())
         maker = Decoder(*toy_pair(order=2))
-        maker._commons.experience(Kind(sampling.get("temperature", 0.0) > 0)).habit.price = 1e9
+        maker._admission.commons.experience(Kind(sampling.get("temperature", 0.0) > 0)).habit.price = 1e9
         found = decode(
             [(p, Settings(draft="auto", max_new_tokens=70, **sampling)) for p in prompts], decoder=maker, eos=()
         )
