@@ -242,7 +242,7 @@ class Decoder:
         if self._plain:
             return [NOBODY] * len(rows)
         if self._pace.idle and all(map(dozes, rows)):
-            return [NOBODY if row.cascade is None else row.cascade.doze() for row in rows]
+            return [NOBODY if row.cascade is None else row.cascade.doze(this) for row in rows]
         limits, of_model = self._limits(rows)
         lengths = self._pace.lengths(this, [row.policy for row in rows], of_model)
         plans = [

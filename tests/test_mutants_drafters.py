@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant("the model before any guess", cascade.Cascade, "choose", "promised > beside(", "promised > 0 * beside("),
     Mutant("the model never", cascade.Cascade, "choose", "promised > beside(", "promised > 99 + beside("),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
-    Mutant("no try after a rest", cascade.Cascade, "_from_model", "self._this.explores", "False"),
-    Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "self._this.explores", "True"),
+    Mutant("no try after a rest", cascade.Cascade, "_from_model", "this.explores", "False"),
+    Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "this.explores", "True"),
     Mutant(
         "the start-up is not measured",
         cascade.Cascade,
@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
     Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),
     Mutant("one slow round is the price", vigil.Habit, "record", "min(seconds, _OUTLIER * self.price)", "seconds"),
-    Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._told - 1", "len(tokens) - 1"),
+    Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._known - 1", "len(tokens) - 1"),
     Mutant(
         "siblings sleep too",
         cascade.Cascade,
@@ -252,7 +252,7 @@ MUTANTS = [
     Mutant("a batch leaves it nothing to read", joint, "together", "speed >= alone", "speed >= this.otherwise"),
     Mutant("one token a row is missed", joint, "together", "max(promised)", "1.0"),
     Mutant("what it missed is saved", cascade.Cascade, "_savings", " - missed", ""),
-    Mutant("it misses what it would not read", cascade.Cascade, "_savings", "if self._otherwise else 0.0", ""),
+    Mutant("it misses what it would not read", cascade.Cascade, "_savings", "/ rows if promised else 0.0", "/ rows"),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
     Mutant("a seed of the past survives", admission.Admission, "forget", "self.commons = Commons()", "pass"),

@@ -116,7 +116,7 @@ def its_drafts_beside_guesses_weigh_it(*_):
         made = Cascade(Settings(draft="auto"), Commons(), pace, request)
         seconds = pace.prices.with_model(1)
         seconds[1:3] = 1.5, 1.7
-        length, speed = made._where_it_is_as_easy(2, 2)
+        length, speed = made._where_it_is_as_easy(Round(), 1.0, 2, 2)
         chosen.append((length, speed))
     assert chosen == [(2, pytest.approx(2.6 / 1.7)), (1, pytest.approx(2.2 / (1.5 + 1.2)))]
 

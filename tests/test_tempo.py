@@ -300,8 +300,8 @@ MUTANTS = [
         "slow guesses are dear ones",
         cascade.Cascade,
         "take",
-        "self._pace.prices.costs.usual(self._spent)",
-        "self._spent",
+        "self._pace.prices.costs.usual(",
+        "(",
     ),
     Mutant("doubt stays", C, "doubt", "self._compared[rows.bit_length()]", "1"),
     Mutant(

@@ -91,9 +91,9 @@ def the_model_is_compared_with_it(*_):
                 for _ in range(40):
                     chooser._experience.unaided.record(promised, 1.0, seconds)
         plan = choose(chooser, 9, 9)
-        assert plan.by == by and chooser._this.otherwise > 1.0 / 5.0, (kind, seconds)
+        assert plan.by == by and chooser._choice.this.otherwise > 1.0 / 5.0, (kind, seconds)
         if by == "fixed":
-            assert chooser._this.otherwise > 3.0, "the draft model's bill knows it, too"
+            assert chooser._choice.this.otherwise > 3.0, "the draft model's bill knows it, too"
 
 
 def a_round_of_the_model_is_gone_over(*_):
@@ -119,7 +119,7 @@ def it_is_gone_over_from_its_beginning(*_):
     chooser, _ = cascade([99], model=True)
     texts, found = [], Unaided()
     chooser._drafters[0].drafter.take = lambda tokens: texts.append(list(tokens))
-    chooser._told, chooser._plan, chooser._promised = 3, Plan(instead=Plan()), 1.0
+    chooser._known, chooser._choice.plan = 3, Plan(instead=Plan())
     found.record = lambda *given: texts.append(given)
     chooser._replay([1, 2, 3, 4, 5, 6], found)
     assert texts[:-1] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "what stood there when a step began, and no more"

@@ -112,14 +112,14 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     assert chooser._savings([2], 1) == pytest.approx(-0.4)
     assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.4), "three rows wait"
     assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.1)
-    chooser._otherwise = 2.0
+    chooser._choice.otherwise = 2.0
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
     chooser._pace.prices.missed = lambda rows, written: 0.1 * (written - 1)
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
     assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
-    chooser._otherwise = 0.0
+    chooser._choice.otherwise = 0.0
     assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4), "nobody would have read them"
 
 
@@ -152,7 +152,6 @@ def test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep():
     rows = [type(chooser)(Settings(draft="auto"), commons, chooser._pace, None, family) for _ in range(2)]
     for row in rows:
         row.take([1, 2])
-        row._asked = False
     rows[0].take([1, 2, 3, 4])
     rows[1].take([1, 2, 3])
     siblings = next(each for each in rows[1]._drafters if each.drafter.name == "siblings")
