@@ -26,7 +26,7 @@ from .rounds import Round
 from .sequence import FinishReason, Row, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
 from .siblings import Sample, samples
-from .stats import Clock, Stats
+from .stats import Stats, Stopwatch
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
@@ -154,16 +154,16 @@ class Decoder:
                 rows = self._retire(rows, clock)
             yield from events
 
-    def _start(self, rows: list[Row]) -> Clock:
+    def _start(self, rows: list[Row]) -> Stopwatch:
         self._epoch += 1
         self._pace.start()
-        clock = Clock(self._epoch)
+        clock = Stopwatch(self._epoch)
         if self.ahead is not None:
             self.ahead.rest()
         if rows:
             if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
                 self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats
-            self._read(rows)
+            self._prefill(rows)
             self._pace.prices.begin(self._target.narrowest)
             for row in rows:
                 if row.cascade is not None:
@@ -177,11 +177,11 @@ class Decoder:
                 self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
                 tokens = self._drafting.unread(rows)
                 if not self._pace.abstains(policies, tokens):
-                    self._pace.told(policies, tokens, self._tell(rows))
+                    self._pace.read(policies, tokens, self._prefill_draft(rows))
             clock.lap("prefill")
         return clock
 
-    def _read(self, rows: list[Row]) -> None:
+    def _prefill(self, rows: list[Row]) -> None:
         """The target takes the prompts in, but for what it holds already of the only one."""
         prompts, even = [row.sequence.tokens[:-1] for row in rows], any(row.sampler.deterministic for row in rows)
         if len(rows) == 1:
@@ -190,7 +190,7 @@ class Decoder:
             self._target.reset(len(rows), even=even)
         prefill(self._target, prompts, rows[0].stats.held)
 
-    def _tell(self, rows: list[Row]) -> float:
+    def _prefill_draft(self, rows: list[Row]) -> float:
         """The draft model takes the prompts in; the seconds that takes."""
         assert self._drafting is not None
         started = perf_counter()
@@ -198,14 +198,14 @@ class Decoder:
         self.costs.disturb()
         return perf_counter() - started
 
-    def _begin(self, rows: list[Row], clock: Clock) -> Round:
+    def _begin(self, rows: list[Row], clock: Stopwatch) -> Round:
         clock.resume()
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
         past = sum(row.sequence.cached for row in rows) // len(rows)
         return self._pace.tick(len(rows), past, lambda: self._drafting.behind(rows) if self._drafting else 0)
 
-    def _propose(self, this: Round, rows: list[Row], clock: Clock) -> list[Draft]:
+    def _propose(self, this: Round, rows: list[Row], clock: Stopwatch) -> list[Draft]:
         plans = self._plan(this, rows)
         clock.lap("host")
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
@@ -259,7 +259,7 @@ class Decoder:
                 row.cascade.settle_on(plan)
         return best
 
-    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
+    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
         if self._branch(drafts):
@@ -275,7 +275,7 @@ class Decoder:
         return logits
 
     def _verify(
-        self, this: Round, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock
+        self, this: Round, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Stopwatch
     ) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         lengths = [len(draft.tokens) for draft in drafts]
@@ -330,7 +330,7 @@ class Decoder:
         stats = row.stats if row.finish_reason else None
         return Event(row.index, tokens, row.sampler.rule, row.sampler.noise.seed, row.finish_reason, stats)
 
-    def _retire(self, rows: list[Row], clock: Clock) -> list[Row]:
+    def _retire(self, rows: list[Row], clock: Stopwatch) -> list[Row]:
         """Fill the places of finished rows with the last live ones, in every cache; charge the round's time."""
         live = list(rows)
         for place in reversed(range(len(rows))):

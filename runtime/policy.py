@@ -79,7 +79,7 @@ class Pace:
         self._attempt(bills)
         return False
 
-    def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
+    def read(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long."""
         self._reading.begin(bills_of(policies), tokens, seconds)
 

@@ -165,7 +165,7 @@ def a_verdict_ends():
     assert len(others) == 399 - first, "from the first try on"
     request.bill.clear()
     spoiled(request.bill)
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     pace.rest.tick(128 * (2.0 + 5 * 2 * (TOKEN + DRAFT)))
     assert not pace.abstains([request], 100) and not request.bill.loses, "the next text may be the try"
@@ -185,14 +185,14 @@ def a_prompt_is_not_read_for_nothing():
     request = AutoLength(pace)
     recorded = []
     record, request.bill.record = request.bill.record, lambda saved: (recorded.append(saved), record(saved))
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     assert not recorded, "the first was a measurement"
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     pace.start()
     assert not pace.abstains([request], 100) and recorded == [-2.0], "once"
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.settle(Round(), [request], [4], 2, 0)
     charged, request.bill.charge = [], lambda seconds: charged.append(seconds)
     pace.start()

@@ -61,7 +61,7 @@ class Fixed:
     def take(self, tokens):
         pass
 
-    def steps(self):
+    def candidates(self):
         return ((token, 0) for token in self.tokens)
 
 

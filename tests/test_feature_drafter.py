@@ -49,7 +49,7 @@ def drafting(*prompts, engines=pair, reach=None):
     made = Decoder(*engines(), costs=FixedCosts())
     rows = [made._admission.row(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
     made._target.reset(len(rows))
-    made._read(rows)
+    made._prefill(rows)
     made._model.reset(rows, *([] if reach is None else [reach]))
     made._model.prefill(rows)
     return made, rows

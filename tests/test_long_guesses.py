@@ -76,7 +76,7 @@ def test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1():
 def test_who_disagrees_is_evidence_of_its_own():
     drafter = suffix.OwnText()
     drafter.take([1, 2, 3, 4, 5, 8, 3, 4, 6, 8, 4, 7, 8, 1, 2, 3, 4])
-    assert list(islice(drafter.steps(), 2)) == [
+    assert list(islice(drafter.candidates(), 2)) == [
         (5, suffix._evidence(4, 2, 1)),  # after 3, 4 came 6, after 4 alone 7
         (8, suffix._evidence(5, 0, 1)),
     ]

@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant("a reader ignores splits", A, "step", "matched <= self.length[self.link[state]]", "False"),
     Mutant("a reader claims its old match", A, "step", "matched = self.length[state]", "pass"),
     Mutant("exceptions do not count", A, "_learn", "self.confidence[state] >>= 1", "pass"),
-    Mutant("matches do not grow", suffix.Cursor, "steps", "matched + 1", "matched"),
-    Mutant("the text's end stops a guess", suffix.Cursor, "steps", "if confidence[state]:", "if True:"),
+    Mutant("matches do not grow", suffix.Cursor, "candidates", "matched + 1", "matched"),
+    Mutant("the text's end stops a guess", suffix.Cursor, "candidates", "if confidence[state]:", "if True:"),
     Mutant(
         "texts run into each other", P, "add", "(*tokens[-self._window + 1 :], _END)", "tokens[-self._window + 1 :]"
     ),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
     Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
     Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(token)", "pass"),
-    Mutant("a period ends with the text", free.NgramDrafter, "steps", "i % period", "i"),
+    Mutant("a period ends with the text", free.NgramDrafter, "candidates", "i % period", "i"),
     Mutant("guesses behind a miss are counted", free.Calibrated, "score", "break", "continue"),
     Mutant("every guess was right", free.Calibrated, "score", "guessed == token)", "True)"),
     Mutant("survivals do not multiply", free.Calibrated, "look", "survival *= rates", "survival = rates"),

@@ -91,8 +91,10 @@ MUTANTS = [
     Mutant("a family grows for ever", F, "extend", "> _MOST", "< 0"),
     Mutant("an answer drafts from itself", S, "_count", "texts & ~self._text", "texts"),
     Mutant("the minority is drafted", S, "_count", "> most", ">= most"),
-    Mutant("matches do not grow", S, "steps", "matched + 1", "matched"),
-    Mutant("a match keeps its length", S, "steps", "hops + 1\n            matched = family.length[state]", "hops + 1"),
+    Mutant("matches do not grow", S, "candidates", "matched + 1", "matched"),
+    Mutant(
+        "a match keeps its length", S, "candidates", "hops + 1\n            matched = family.length[state]", "hops + 1"
+    ),
     Mutant("dissent is not told apart", siblings, "_evidence", "if ways == 1", "if True"),
     Mutant("the prompt is taken for the answer's", S, "take", "len(tokens)\n    for", "0\n    for"),
     Mutant(

@@ -179,7 +179,7 @@ def what_is_read_pays(*_):
     pace = Pace(costs(per_draft=0.1))
     auto, fixed = AutoLength(pace), FixedLength(3)
     assert pace.reach([auto], 64) == pytest.approx(3 * math.sqrt(64 * 20), abs=1), "what it costs is not known"
-    pace.told([auto], 100, 2.0)
+    pace.read([auto], 100, 2.0)
     assert pace.reach([auto], 64) == pytest.approx(3 * math.sqrt(64 / 0.02), abs=1)
     assert pace.reach([auto], 256) == pytest.approx(2 * pace.reach([auto], 64), abs=1)
     assert pace.reach([auto], 1) == 32

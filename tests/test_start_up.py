@@ -81,7 +81,7 @@ def tries(reading):
     """Rounds in which a draft is tried that does not pay, lacks ever more, and takes ``reading`` a prompt's token."""
     pace = Pace(FixedCosts(per_draft=5.0))
     request = AutoLength(pace)
-    pace.told([request], 10, 10 * reading)
+    pace.read([request], 10, 10 * reading)
     found = []
     for number in range(400):
         this = pace.tick(late=lambda number=number: number)
@@ -98,14 +98,14 @@ def what_was_missed_has_a_price_before_it_was_measured():
 def test_a_few_tokens_do_not_say_what_a_prompt_s_take():
     pace, prices = Pace(FixedCosts()), []
     for tokens, seconds in ((0, 1.0), (3, 6.0), (20, 10.0), (3, 6.0), (0, 1.0)):
-        pace.told([], tokens, seconds)
+        pace.read([], tokens, seconds)
         prices.append(pace.prices.reading)
     assert prices == [0.0, 2.0, 0.5, 0.5, 0.5]
 
 
 def equal_prompts_are_read_once():
     one = Decoder(*toy_pair(9))
-    one._tell = lambda rows: 12.0
+    one._prefill_draft = lambda rows: 12.0
     prompts = [[1, 2, 3, 4, 5]] * 3 + [[1, 2, 3]]
     collect(one.decode([(prompt, Settings(max_new_tokens=2, draft="model")) for prompt in prompts]), len(prompts))
     assert one._pace.prices.reading == 2.0

@@ -206,7 +206,7 @@ def what_is_timed_outside_counts_at_the_usual_pace():
     for _ in range(40):
         drafted(table, 3, 3.0)
     pace = Pace(table)
-    pace.told([], 20, 60.0)
+    pace.read([], 20, 60.0)
     assert pace.prices.reading == pytest.approx(1.0, rel=0.15)
     settled = []
     with pytest.MonkeyPatch.context() as patch:

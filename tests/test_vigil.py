@@ -155,7 +155,7 @@ def test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep():
     rows[0].take([1, 2, 3, 4])
     rows[1].take([1, 2, 3])
     siblings = next(each for each in rows[1]._drafters if each.drafter.name == "siblings")
-    assert [token for token, _ in siblings.drafter.steps()][:1] == [4]
+    assert [token for token, _ in siblings.drafter.candidates()][:1] == [4]
 
 
 def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
