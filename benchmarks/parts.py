@@ -63,7 +63,7 @@ def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | N
 CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
     "no discount of promises": {(Discount, "factor"): property(lambda self: 1.0)},
-    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, this, policies, limits, **how: None},
+    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, this, policies, **how: None},
     "the price of time is as promised": {(Pace, "_local"): promised},
     "no bill": {(Bill, "loses"): property(lambda self: False)},
     "no hope": {(Pace, "_hoped"): lambda self, requests, rows: 0},

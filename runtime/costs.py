@@ -93,7 +93,7 @@ class Costs:
         telling = plain or modelled or not self._modelled  # else weights are on their way back into a cache
         self._compared[rows.bit_length()] += plain and (self._last is None or self._last[0] != part)
         self._record(part, rows, bucket, width, seconds, telling=telling, counts=telling or drafts)
-        self.coverage.record(rows, width, *([PLAIN] if plain else []))
+        self.coverage.record(rows, *((PLAIN, width) if plain else (width,)))
 
     def disturb(self) -> None:
         """A draft model has run, besides rounds: it took a prompt in."""

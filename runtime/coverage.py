@@ -42,9 +42,10 @@ class Coverage:
     def record(self, rows: int, *widths: int) -> None:
         """A round's step was measured, which counts among these widths."""
         self._round += 1
+        size = rows.bit_length()
         for width in widths:
-            self._times[rows.bit_length(), width] += 1
-            self._last[rows.bit_length(), width] = self._round
+            self._times[size, width] += 1
+            self._last[size, width] = self._round
 
     def times(self, rows: int, width: int) -> int:
         """How often such a step was measured."""

@@ -228,7 +228,7 @@ class Decoder:
         if not watched or fixed or not all(lengths):
             return lengths, None
         at_once = self._drafting is not None and self._drafting.at_once
-        watch = self._pace.watch(this, [row.policy for row in rows], self._limits(rows)[1], at_once=at_once)
+        watch = self._pace.watch(this, [row.policy for row in rows], at_once=at_once)
         return (lengths, None) if watch is None else (list(watch.limits), watch)
 
     def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:

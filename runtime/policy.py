@@ -98,9 +98,9 @@ class Pace:
             self.rest.tick(self.prices.without_model(self._rows)[0])
         self._rounds, self._rows = self._rounds + 1, rows
         self.prices.past = past
-        self.ledger.due |= self._rounds < _FRESH
-        fresh = self._rounds % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._rounds < _FRESH
-        if fresh:
+        young = self._rounds < _FRESH
+        self.ledger.due |= young
+        if fresh := young or self._rounds % (_SELDOM if self.rest.resting else _REFRESH) == 0:
             self.prices.renew()
         self.survey.tick(fresh=fresh)
         return Round(rows, late)
@@ -116,12 +116,10 @@ class Pace:
         A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
         (expected seconds).
         """
-        requests = zip(policies, limits, strict=True)
-        auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
-        if auto:
+        this.limits, requests = limits, list(zip(policies, limits, strict=True))
+        if auto := [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]:
             self._choose(this, auto)
-        each = zip(policies, limits, strict=True)
-        return [max(0, min(policy.length(this), limit)) for policy, limit in each]
+        return [max(0, min(policy.length(this), limit)) for policy, limit in requests]
 
     def settle(
         self, this: Round, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0
@@ -146,11 +144,9 @@ class Pace:
         for bill in bills:
             bill.record(without - took)
 
-    def watch(
-        self, this: Round, policies: Sequence[Policy], limits: Sequence[int], *, at_once: bool = False
-    ) -> Watch | None:
+    def watch(self, this: Round, policies: Sequence[Policy], *, at_once: bool = False) -> Watch | None:
         """What may end the drafts of ``this`` round early, or let them go on beyond the length that was chosen for
-        them, up to ``limits``: nothing where a length is fixed, measured or tried. Where all of a draft comes
+        them, up to their limits: nothing where a length is fixed, measured or tried. Where all of a draft comes
         ``at_once``, that is paid whoever ends it: the limit is twice what was chosen, and only what verifies it has a
         price."""
         auto = [policy for policy in policies if isinstance(policy, AutoLength)]
@@ -159,7 +155,7 @@ class Pace:
         chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
         longest = min(MAX_DRAFT_LENGTH, 2 * this.length) if at_once else MAX_DRAFT_LENGTH
         seconds = self.prices.without_model(this.rows) if at_once else self.prices.with_model(this.rows)
-        return Watch(chances, rates, [min(limit, longest) for limit in limits], seconds, self._local(this, auto))
+        return Watch(chances, rates, [min(limit, longest) for limit in this.limits], seconds, self._local(this, auto))
 
     def _local(self, this: Round, auto: Sequence[AutoLength]) -> float:
         """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:

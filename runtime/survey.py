@@ -21,7 +21,7 @@ class Survey:
 
     def tick(self, *, fresh: bool) -> None:
         """A round begins. What is wanted is asked every round; that nothing is stands until prices are ``fresh``."""
-        if fresh or any(length is not None for length in self._first.values()):
+        if self._first and (fresh or any(length is not None for length in self._first.values())):
             self._first.clear()
         if fresh or any(self._plain.values()):
             self._plain.clear()

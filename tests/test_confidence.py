@@ -85,10 +85,10 @@ def test_nothing_is_watched_where_a_length_is_measured_or_tried():
     policy = AutoLength(pace)
     this = pace.tick()
     assert pace.lengths(this, [policy], [16])[0] > 0
-    assert pace.watch(this, [policy], [16]).limits == [16]
+    assert pace.watch(this, [policy]).limits == [16]
     pace.prices.costs.coverage._times.clear()
     this = pace.tick()
-    assert pace.lengths(this, [policy], [16]) == [4] and pace.watch(this, [policy], [16]) is None
+    assert pace.lengths(this, [policy], [16]) == [4] and pace.watch(this, [policy]) is None
 
 
 def settled(monkeypatch, **options):

@@ -132,15 +132,16 @@ def texts_are_the_target_s(*_):
 def a_watched_draft_is_cut_and_never_longer_than_what_was_asked(*_):
     pace = Pace(FixedCosts(per_draft=0.5, per_token=0.1))
     auto = policy.AutoLength(pace)
-    this = Round(length=3)
-    one, whole = (pace.watch(this, [auto], [99], at_once=at_once) for at_once in (False, True))
-    assert one.limits == [16] and whole.limits == [6] and pace.watch(this, [auto], [4], at_once=True).limits == [4]
+    this = Round(limits=[99], length=3)
+    one, whole = (pace.watch(this, [auto], at_once=at_once) for at_once in (False, True))
+    assert one.limits == [16] and whole.limits == [6]
+    assert pace.watch(Round(limits=[4], length=3), [auto], at_once=True).limits == [4]
     for _ in range(2):
         one.saw(0, 0.3)
         whole.saw(0, 0.3)
     assert whole.more(2) and not one.more(2), "only the target's step is still to be paid for"
     drafter, (row,) = drafting(LONG)
-    whole = pace.watch(this, [auto], [99], at_once=True)
+    whole = pace.watch(this, [auto], at_once=True)
     whole.more = lambda length: 0 < length < 4
     (draft,) = drafter.propose([row], whole.limits, whole)
     assert len(draft.tokens) == len(draft.classes) == 4 and drafter.steps == 6, "the step was as wide as was asked"
