@@ -21,19 +21,21 @@ from unittest.mock import patch
 from devices import SEED, priced
 
 import leadout
-from leadout.runtime import decoder
+from leadout.runtime import admission
 from leadout.runtime.bill import Bill
 from leadout.runtime.cascade import Commons
 from leadout.runtime.costs import Costs
+from leadout.runtime.coverage import Coverage
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.easiness import Easiness
 from leadout.runtime.free import Discount
 from leadout.runtime.policy import Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 from leadout.runtime.suffix import EarlierTexts
 from leadout.runtime.vigil import Vigil
 
-DRAFTERS, FIRST = Commons.drafters, Costs.first_length
+DRAFTERS, FIRST = Commons.drafters, Coverage.first_length
 
 
 def with_recycling(commons: Commons, kind: str, family: Any = None, *, model: bool = False) -> list[Any]:
@@ -44,8 +46,12 @@ def without_earlier_texts(commons: Commons, kind: str, family: Any = None, *, mo
     return [each for each in DRAFTERS(commons, kind, family, model=model) if not isinstance(each, EarlierTexts)]
 
 
-def promised(pace: Pace, auto: Any) -> float:
-    return max(pace._speeds([(policy.tokens, MAX_DRAFT_LENGTH) for policy in auto], pace.rows))
+def promised(pace: Pace, this: Round, auto: Any) -> float:
+    return max(pace._speeds([(policy.tokens, MAX_DRAFT_LENGTH) for policy in auto], this.rows))
+
+
+def whatever_seems_best(coverage: Coverage, limit: int, rows: int = 1, narrowest: int = 1, best: Any = None) -> Any:
+    return FIRST(coverage, limit, rows, narrowest)
 
 
 def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | None:
@@ -57,7 +63,7 @@ def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | N
 CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
     "no discount of promises": {(Discount, "factor"): property(lambda self: 1.0)},
-    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, policies, limits, **how: None},
+    "drafts go as far as was chosen": {(Pace, "watch"): lambda self, this, policies, **how: None},
     "the price of time is as promised": {(Pace, "_local"): promised},
     "no bill": {(Bill, "loses"): property(lambda self: False)},
     "no hope": {(Pace, "_hoped"): lambda self, requests, rows: 0},
@@ -70,12 +76,10 @@ CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
     },
     "plain steps are as others": {
         (Costs, "plain"): as_any_step,
-        (Costs, "lacks_plain"): lambda self, rows: False,
+        (Coverage, "lacks_plain"): lambda self, rows: False,
     },
-    "all lengths are measured at first": {
-        (Costs, "first_length"): lambda self, limit, rows=1, narrowest=1, best=None: FIRST(self, limit, rows, narrowest)
-    },
-    "texts that repeat are as others": {(decoder, "repeats"): lambda prompt: False},
+    "all lengths are measured at first": {(Coverage, "first_length"): whatever_seems_best},
+    "texts that repeat are as others": {(admission, "repeats"): lambda prompt: False},
     "nothing of earlier texts": {(Commons, "drafters"): without_earlier_texts},
     "recycled tokens beside the model": {(Commons, "drafters"): with_recycling},
 }

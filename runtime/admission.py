@@ -1,19 +1,28 @@
-"""Decides what a pair can be asked for: prompts, draft lengths and trees that its engines can take."""
+"""Decides what a pair can be asked for (prompts, draft lengths and trees that its engines can take), and what a
+request's row begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Items
+from itertools import accumulate, count
 from operator import mul
 
-from ..engines.base import Engine
+from ..engines.base import Engine, ModelSpec
 from ..errors import ContextError, UsageError
-from .settings import Settings
+from .cascade import Cascade, Commons
+from .kinds import Kind, repeats
+from .noise import Noise
+from .policy import AutoLength, FixedLength, Pace, Policy
+from .sampling import Chain, Sampler
+from .sequence import Row, Sequence, StopMatcher
+from .settings import MODEL_DRAFTS, Settings
+from .siblings import MAX_ANSWERS, Sample
 
 NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 
 
-def check_request(prompt: Sequence[int], settings: Settings, engines: Mapping[str, Engine], *, trees: bool) -> None:
+def check_request(prompt: Items[int], settings: Settings, engines: Mapping[str, Engine], *, trees: bool) -> None:
     """Raise UsageError or ContextError, naming the legal range, for what ``engines`` (the target, perhaps the draft)
     cannot take. ``trees``: the draft could propose them."""
     spec = engines["target"].spec
@@ -34,7 +43,7 @@ def check_request(prompt: Sequence[int], settings: Settings, engines: Mapping[st
         check_branches(settings.branches, engines, trees=trees)
 
 
-def check_branches(branches: Sequence[int], engines: Mapping[str, Engine], *, trees: bool) -> None:
+def check_branches(branches: Items[int], engines: Mapping[str, Engine], *, trees: bool) -> None:
     """Raise UsageError if ``engines`` have no graph for a draft of this shape, or the draft proposes no trees."""
     nodes, most = sum(accumulate(branches, mul)), engines["target"].spec.max_verify - 1
     if "draft" in engines and not trees:
@@ -48,3 +57,66 @@ def check_branches(branches: Sequence[int], engines: Mapping[str, Engine], *, tr
             raise UsageError(f"branches: the {name} has no graph for trees: {NO_TREES}")
     if nodes > most:
         raise UsageError(f"branches: {nodes} nodes; this target verifies 1 to {most}")
+
+
+class Admission:
+    """Makes the rows of one decoder: each knows what those before it left behind (``commons``)."""
+
+    def __init__(self, spec: ModelSpec, pace: Pace, *, model: bool, policy: Policy | None = None) -> None:
+        """``spec`` is the target's; ``model``: there is a draft model; ``policy`` as for ``Decoder``."""
+        self._spec, self._pace, self._model, self._given = spec, pace, model, policy
+        self._unrepeatable = count()
+        self.commons = Commons()
+
+    def forget(self) -> None:
+        """No row that is made from now on knows of those before."""
+        self.commons = Commons()
+
+    def row(
+        self,
+        index: int,
+        prompt: list[int],
+        settings: Settings,
+        sample: Sample,
+        eos: Collection[int],
+        matchers: Callable[[int], StopMatcher | None] | None,
+    ) -> Row:
+        """Of request ``index``, which ends at ``eos`` or where ``matchers(index)`` says."""
+        spec = self._spec
+        ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
+        seed = sample.seed if settings.seed is None else settings.seed
+        chain = Chain(settings, spec.vocab_size, prompt, ends)
+        stop = matchers(index) if matchers is not None else None
+        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt))
+        policy = self._policy(settings, kind)
+        return Row(
+            index=index,
+            settings=settings,
+            sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
+            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
+            policy=policy,
+            cascade=self._cascade(settings, policy, sample, kind),
+        )
+
+    def _stream(self, settings: Settings, sample: Sample) -> int:
+        """Which of a seed's noise streams the request draws from: the sample's own, where that repeats a text. Guesses
+        and lengths that come of other texts may come of the seed's numbers: to draw with these again would be biased,
+        so such a request gets a stream that none before it had."""
+        return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
+
+    def _policy(self, settings: Settings, kind: Kind) -> Policy:
+        if self._given is not None:
+            return self._given
+        if settings.draft not in MODEL_DRAFTS or not self._model:
+            return FixedLength(0)
+        if settings.branches:
+            return FixedLength(len(settings.branches))
+        if settings.draft == "model" and settings.draft_length != "auto":
+            return FixedLength(settings.draft_length)
+        return AutoLength(self._pace, kind)
+
+    def _cascade(self, settings: Settings, policy: Policy, sample: Sample, kind: Kind) -> Cascade | None:
+        if settings.draft in ("model", "none"):
+            return None
+        model = policy if isinstance(policy, AutoLength) else None
+        return Cascade(settings, self.commons, self._pace, model, sample.family, kind)

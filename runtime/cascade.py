@@ -12,10 +12,12 @@ from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
-from .gain import BY_DRAFTS, BY_GUESSES, cap, pays, worth
+from .gain import BY_GUESSES, pays, worth
+from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
 from .recycling import RecyclingDrafter, Successors
+from .rounds import Round
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .siblings import SiblingsDrafter
 from .suffix import EarlierTexts, OwnText, SuffixPool
@@ -26,78 +28,6 @@ from .vigil import Habit, Vigil
 # a GPU records it, and the first steps measure it.
 _LENGTHS = frozenset((*range(MAX_DRAFT_LENGTH + 1), *range(23, MAX_GUESS_LENGTH + 1, 8)))
 _FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
-
-
-class Plan(NamedTuple):
-    """Who drafts for a row this round: a free drafter its ``tokens``, or the draft model ``length`` of them.
-
-    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost, which must not be
-    done to one that is ``whole``. ``instead`` is what the row would do where the others' plans make this one a bad one.
-    """
-
-    by: str = "none"
-    tokens: Sequence[int] = ()
-    length: int = 0
-    expected: Sequence[float] = (1.0,)
-    whole: bool = False
-    instead: Plan | None = None
-
-    @property
-    def drafts(self) -> int:
-        """How many tokens are going to be drafted."""
-        return self.length or len(self.tokens)
-
-    @property
-    def promises(self) -> float:
-        """Tokens of the round."""
-        return self.expected[min(self.drafts, len(self.expected) - 1)]
-
-    def cut(self, longest: int) -> Plan:
-        """The same with at most ``longest`` drafts, if it may be cut."""
-        if self.whole or self.drafts <= longest:
-            return self
-        return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
-
-    def without_model(self) -> Plan:
-        """What the row does where the draft model is not asked, if it need not be."""
-        return (self.instead or Plan()) if self.length and not self.whole else self
-
-    def beside_model(self) -> Plan:
-        """What the row does where the draft model is asked anyway, for others: who must draft so many does."""
-        return self.instead if not self.whole and self.instead and self.instead.promises > self.promises else self
-
-
-_NOTHING = Plan()
-
-
-def together(plans: Sequence[Plan], pace: Pace) -> Sequence[Plan]:
-    """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
-    draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
-    than pays for all."""
-    if not any(plan.drafts for plan in plans):
-        return plans
-    speed, with_model = _cut([plan.beside_model() for plan in plans], pace)
-    pace.otherwise, without = _cut([plan.without_model() for plan in plans], pace)
-    promised = [plan.promises for plan in without]
-    alone = beside(pace.otherwise, worth(promised, BY_GUESSES), max(promised), pace)
-    return with_model if speed >= alone else without
-
-
-def beside(speed: float, tokens: float, written: float, pace: Pace) -> float:
-    """Tokens a second of a round without the draft model, which then lacks all that was ``written`` in a row of it:
-    what the model takes to catch up is of that round's making. ``speed`` is that of its ``tokens`` alone."""
-    return tokens / (tokens / speed + pace.prices.missed(pace.rows, written)) if speed else 0.0
-
-
-def _cut(plans: Sequence[Plan], pace: Pace) -> tuple[float, list[Plan]]:
-    """What ``plans`` are worth a second where they are cut best, and so cut."""
-    rows, modelled = len(plans), any(plan.length for plan in plans)
-    seconds = pace.prices.with_model(rows) if modelled else pace.prices.without_model(rows)
-    ahead = BY_DRAFTS if modelled else BY_GUESSES
-    wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
-    fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
-    speed, longest = cap(wanted, seconds, fixed, ahead)
-    return speed, [plan.cut(longest) for plan in plans]
 
 
 @dataclass(slots=True)
@@ -147,6 +77,36 @@ class Commons:
         return made
 
 
+class Best(NamedTuple):
+    """The best guess of a round: the ``plan`` to verify it, cut where it is worth most (nobody's where none pays), the
+    tokens a second and, uncut, the tokens that promises; and the survivals of the guess."""
+
+    plan: Plan = NOBODY
+    speed: float = 0.0
+    promised: float = 1.0
+    survivals: Sequence[float] = ()
+
+
+_NO_GUESS = Best()
+
+
+@dataclass(slots=True)
+class Choice:
+    """One row's part in a round. ``asked``: its free drafters guess, and are scored; ``settles``: what that saves says
+    if asking pays. ``otherwise`` are the tokens a second that the draft model promised, 0 where it is not to be asked.
+    Asking took ``spent`` seconds; ``saved`` are those by which steps were the shorter for a guess that was verified,
+    None where none was."""
+
+    this: Round
+    asked: bool = False
+    settles: bool = False
+    best: Best = _NO_GUESS
+    plan: Plan = NOBODY
+    otherwise: float = 0.0
+    spent: float = 0.0
+    saved: float | None = None
+
+
 class Cascade:
     """The choice of one row among free drafters and, perhaps, the draft model.
 
@@ -176,45 +136,41 @@ class Cascade:
         self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
         self._vigil = Vigil(experience.habit)
-        self._told = 0  # tokens of the text that all free drafters know
-        self._asked = self._settles = self._chosen = False  # in this round; what it saves says if asking pays; verified
-        self._plan = Plan()
-        self._otherwise = self._saved = self._spent = 0.0
-        self._promised = 1.0  # tokens, by the best guess of this round
         self._discount = Discount(experience.discount)
-        self._best: tuple[Sequence[int], Sequence[float]] = (), ()  # that guess where it pays: tokens and survivals
+        self._known = 0  # tokens of the text that all free drafters know
+        self._choice = Choice(Round())
 
     def take(self, tokens: Sequence[int]) -> None:
         """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
         from each other know as much then, whoever guesses first; other drafters that sleep are told when they wake."""
-        if not self._asked and (self._told or not self._vigil.awake):
+        choice = self._choice
+        if not choice.asked and (self._known or not self._vigil.awake):
             for drafter in self._eager:
                 drafter.take(tokens)
             return
         started = perf_counter()
-        if self._settles and self._plan.by == "model" and (unaided := self._experience.unaided) is not None:
+        if choice.settles and choice.plan.by == "model" and (unaided := self._experience.unaided) is not None:
             self._replay(tokens, unaided)
         for each in self._drafters:
             each.drafter.take(tokens)
-        self._told = len(tokens)
-        if self._settles:
-            self._spent += perf_counter() - started
-            self._vigil.settle(self._saved, self._pace.prices.costs.usual(self._spent), chosen=self._chosen)
-            self._settles = False
+        self._known = len(tokens)
+        if choice.settles:
+            spent = self._pace.prices.costs.usual(choice.spent + (perf_counter() - started))
+            self._vigil.settle(choice.saved or 0.0, spent, chosen=choice.saved is not None)
 
     def _replay(self, tokens: Sequence[int], unaided: Unaided) -> None:
         """Go over what the draft model's round wrote, to see what free drafters alone would have taken for it."""
-        promised, begin = self._promised, self._told
-        if self._pace.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
+        promised, instead, begin = self._choice.best.promised, self._choice.plan.instead, self._known
+        if self._choice.this.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
             return
-        first = self._plan.instead.tokens if self._plan.instead is not None else ()
+        first = instead.tokens if instead is not None else ()
         seconds = self._pace.prices.without_model(1)
 
         def guess_after(written: int) -> Sequence[int]:
             text = tokens[: begin + written]
             for each in self._drafters:
                 each.look(text, MAX_GUESS_LENGTH, _FLOOR)
-            return self._best_guess(1, whole=False)[0].tokens
+            return self._best_guess(1, whole=False).plan.tokens
 
         unaided.record(promised, len(new), replayed(new, first, guess_after, seconds))
 
@@ -223,86 +179,86 @@ class Cascade:
         """Whether there is nothing to choose in the next round if the draft model rests: free drafters sleep, too."""
         return self._model is not None and self._fixed is None and self._vigil.sleeps_on
 
-    def doze(self) -> Plan:
+    def doze(self, this: Round) -> Plan:
         """The plan for a round in which nobody drafts."""
         self._vigil.tick()
-        self._asked = self._settles = False
-        self._plan = _NOTHING
-        return _NOTHING
+        self._choice = Choice(this)
+        return NOBODY
 
-    def choose(self, tokens: Sequence[int], limit: int, model_limit: int, allotted: int, rows: int) -> Plan:
-        """The plan for the round after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the draft
-        model's, which is ``allotted`` so many, when ``rows`` rows share a step."""
+    def choose(self, this: Round, tokens: Sequence[int], limit: int, model_limit: int, allotted: int) -> Plan:
+        """The plan for ``this`` round, after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the
+        draft model's, which is ``allotted`` so many."""
         if self.dozes and not allotted:
-            return self.doze()
+            return self.doze(this)
         self._vigil.tick()
         limit = max(0, min(limit, MAX_GUESS_LENGTH))
-        wanted = self._wanted(limit, rows)
-        self._settles = self._vigil.awake and wanted is None
-        self._asked = self._settles or bool(wanted)
-        length, promised = self._from_model(min(limit, model_limit), allotted, rows)
-        self._plan = Plan()
+        wanted = self._wanted(limit, this.rows)
+        settles = self._vigil.awake and wanted is None
+        self._choice = choice = Choice(this, settles or bool(wanted), settles)
+        length, promised = self._from_model(this, min(limit, model_limit), allotted)
         speed = 0.0
-        if self._asked:
+        if choice.asked:
             self._catch_up(tokens)
             started = perf_counter()
             longest, floor = (limit, _FLOOR) if wanted is None else (min(wanted, limit), 0.0)
             for each in self._drafters:
                 each.look(tokens, longest, floor)
-            self._plan, speed = self._best_guess(rows, whole=wanted is not None)
+            choice.best = best = self._best_guess(this.rows, whole=wanted is not None)
+            speed = best.speed
             if length and promised != math.inf and self._fixed is None:
-                length, promised = self._where_it_is_as_easy(length, min(limit, model_limit), rows)
-            if length and self._settles and rows == 1 and (unaided := self._experience.unaided) is not None:
-                speed = unaided.speed(self._promised, speed)
-            self._spent = perf_counter() - started
-            self._pace.otherwise = speed
-        self._otherwise, self._saved = promised if length else 0.0, 0.0
+                length, promised = self._where_it_is_as_easy(this, best.promised, length, min(limit, model_limit))
+            if length and settles and this.rows == 1 and (unaided := self._experience.unaided) is not None:
+                speed = unaided.speed(best.promised, speed)
+            choice.spent = perf_counter() - started
+            this.otherwise = speed
+        choice.plan = guess = choice.best.plan
         if length:
             assert self._model is not None
-            forced = self._fixed is not None or promised == math.inf
-            guess, plan = self._plan, Plan("model", length=length, expected=self._model.tokens, whole=forced)
-            better = not guess.tokens or promised > beside(speed, guess.promises, guess.promises, self._pace)
-            self._plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
-        return self._plan
+            choice.otherwise, forced = promised, self._fixed is not None or promised == math.inf
+            plan, missed = Plan(length=length, expected=self._model.tokens, whole=forced), self._pace.prices.missed
+            better = not guess.tokens or promised > beside(speed, guess.promises, missed(this.rows, guess.promises))
+            choice.plan = plan._replace(instead=guess) if better else guess._replace(instead=plan)
+        return choice.plan
 
     def settle_on(self, plan: Plan) -> None:
         """What became of the plan among those of other rows."""
-        self._plan = plan
+        self._choice.plan = plan
 
     def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits, drafts: Sequence[int] = ()) -> None:
         """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``;
         ``drafts`` are the lengths of the drafts of all rows that shared the step (by default, this row's alone)."""
-        if not self._asked:
+        choice = self._choice
+        if not choice.asked:
             return
         started = perf_counter()
         for each in self._drafters:
             each.score(new)
-        self._settle_promises(new)
-        if self._plan.by == "model":
-            self._experience.easiness.record(self._promised, min(len(new), len(fed) - 1), len(new) - 1)
+        self._settle_promises(choice.best, new)
+        if choice.plan.by == "model":
+            self._experience.easiness.record(choice.best.promised, min(len(new), len(fed) - 1), len(new) - 1)
         if self._recycles:
             self._commons.successors.record_round(fed, new, logits)
-        if self._settles:
-            self._spent += perf_counter() - started
-            self._chosen = bool(self._plan.tokens) and len(fed) > 1
-            self._saved = self._savings(drafts or [len(fed) - 1], len(new)) if self._chosen else 0.0
+        if choice.settles:
+            choice.spent += perf_counter() - started
+            if choice.plan.tokens and len(fed) > 1:
+                choice.saved = self._savings(drafts or [len(fed) - 1], len(new))
 
     def _savings(self, drafts: Sequence[int], tokens: int) -> float:
         """Seconds that the round was shorter for this row's drafts: what its tokens would have taken otherwise (the
         row's share of such rounds), less its share of what a step as wide as this one takes longer, and of what the
         draft model, if it would have been asked, has to make up for. Steps alone: the host's part is what asking makes
         longer."""
-        rows, steps = len(drafts), self._pace.prices.steps(len(drafts))
+        rows, steps, promised = len(drafts), self._pace.prices.steps(len(drafts)), self._choice.otherwise
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
-        otherwise = min(1.0, 1.0 / (plain * self._otherwise)) if self._otherwise else 1.0
+        otherwise = min(1.0, 1.0 / (plain * promised)) if promised else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        missed = self._pace.prices.missed(self._pace.rows, tokens) / rows if self._otherwise else 0.0
+        missed = self._pace.prices.missed(rows, tokens) / rows if promised else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
-    def _settle_promises(self, new: Sequence[int]) -> None:
+    def _settle_promises(self, best: Best, new: Sequence[int]) -> None:
         """What became of the best guess, proposed or not, as far as the text went along with it."""
         promised, hits, survival = [], 0, 1.0
-        for guessed, reached, token in zip(*self._best, new, strict=False):
+        for guessed, reached, token in zip(best.plan.tokens, best.survivals, new, strict=False):
             promised.append(reached / survival)
             if guessed != token:
                 break
@@ -312,13 +268,13 @@ class Cascade:
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Tell what was written while they slept."""
-        if self._told == len(tokens):
+        if self._known == len(tokens):
             return
-        if self._recycles and self._told:
-            self._commons.successors.record_text(tokens[self._told - 1 :])
+        if self._recycles and self._known:
+            self._commons.successors.record_text(tokens[self._known - 1 :])
         for each in self._drafters:
             each.drafter.take(tokens)
-        self._told = len(tokens)
+        self._known = len(tokens)
 
     def finish(self, tokens: Sequence[int]) -> None:
         """The row ended with ``tokens``: later requests may draft from them."""
@@ -334,12 +290,12 @@ class Cascade:
             return self._pace.survey.first_length(limit, rows)
         return 0 if self._pace.survey.wants_plain(limit, rows) else None
 
-    def _best_guess(self, rows: int, *, whole: bool) -> tuple[Plan, float]:
-        """The guess, cut where it is worth most, and its expected tokens per second (``whole``: no cut, and a guess
-        of any worth before none). While nothing is measured, every step takes a second."""
+    def _best_guess(self, rows: int, *, whole: bool) -> Best:
+        """``whole``: no cut, and a guess of any worth before none. While nothing is measured, every step takes a
+        second."""
         seconds, factor = self._pace.prices.without_model(rows), self._discount.factor
-        plan, plain, self._promised, self._best = Plan(), seconds[0], 1.0, ((), ())
-        best = 0.0 if whole else 1.0 / plain
+        plan, plain, promised = NOBODY, seconds[0], 1.0
+        best, survivals = 0.0 if whole else 1.0 / plain, list[float]()
         for each in self._drafters:
             guess, expected, reached, before, wins = each.guess, [1.0], 1.0, 1.0, 0
             for length, survival in enumerate(guess.survivals, start=1):
@@ -353,28 +309,28 @@ class Cascade:
                     continue
                 if not whole or length == len(guess.tokens):
                     wins, best = length, speed
-            self._promised = max(self._promised, expected[-1])
+            promised = max(promised, expected[-1])
             if wins:
                 plan = Plan(each.drafter.name, guess.tokens[:wins], expected=expected, whole=whole)
-                self._best = plan.tokens, guess.survivals
-        return plan, best
+                survivals = guess.survivals
+        return Best(plan, best, promised, survivals)
 
-    def _from_model(self, limit: int, allotted: int, rows: int) -> tuple[int, float]:
+    def _from_model(self, this: Round, limit: int, allotted: int) -> tuple[int, float]:
         """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
         where its policy wants to measure, or to try again after a rest."""
         if self._model is None or limit <= 0 or not (allotted or self._fixed):
             return 0, 0.0
         if self._fixed is not None:
             length = min(self._fixed, limit)
-            return length, self._model.speed(length, rows)
-        return allotted, math.inf if self._pace.explores else self._model.speed(allotted, rows)
+            return length, self._model.speed(length, this.rows)
+        return allotted, math.inf if this.explores else self._model.speed(allotted, this.rows)
 
-    def _where_it_is_as_easy(self, allotted: int, limit: int, rows: int) -> tuple[int, float]:
-        """``_from_model`` where free drafters promise what they do now; in a batch the length is for all rows."""
+    def _where_it_is_as_easy(self, this: Round, promised: float, allotted: int, limit: int) -> tuple[int, float]:
+        """``_from_model`` where the best guess promises so many tokens; in a batch the length is for all rows."""
         assert self._model is not None
-        factors, prices = self._experience.easiness.factors(self._promised), self._pace.prices
-        if rows > 1:
-            return allotted, factors[allotted] * self._model.speed(allotted, rows)
+        factors, prices = self._experience.easiness.factors(promised), self._pace.prices
+        if this.rows > 1:
+            return allotted, factors[allotted] * self._model.speed(allotted, this.rows)
         tokens = [mean * factor for mean, factor in zip(self._model.tokens[: limit + 1], factors, strict=False)]
         rounds = zip(tokens, prices.with_model(1), strict=False)
         speeds = [mean / (took + prices.again(1, mean)) for mean, took in rounds]

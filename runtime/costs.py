@@ -5,28 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from .coverage import PLAIN, PLAIN_KNOWN, Coverage
 from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .tempo import Tempo
 from .typical import HARDLY, KNOWN, Typical
 
-# The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
-# doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
-_FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
-LONGEST_FIRST = max(_FIRST_ALONE[0])
-# Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
-# always as fast; the next time after twice as many, up to 16 times.
-_STALE, _DOUBLINGS = 256, 4
 _BELIEVED = KNOWN  # what a table on disk counts for, in measurements: enough to tell how fast the device is today
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host")
 _CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
-# Measurements of plain steps before they are known: of two the less would count, and stay where drafting pays.
-_PLAIN = 3
-_NO_WIDTH = 0  # where plain steps are counted among the widths
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _FEW = 2  # tokens read late that say less of what one takes than the draft around them scatters
@@ -72,10 +63,8 @@ class Costs:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one
         ``tempo`` can be compared."""
         self._tables: dict[str, dict[tuple[int, int], dict[int, Typical]]] = {}
-        self._samples: Counter[tuple[int, int]] = Counter()
-        self._used: dict[tuple[int, int], int] = {}  # in which round, by doublings of rows and by width
-        self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
-        self._round = self._calm = 0
+        self.coverage = Coverage()
+        self._calm = 0
         self._modelled = False  # a draft model has run
         self._compared: Counter[int] = Counter()  # how often plain steps came after others, by doublings of rows
         self._typicals: dict[tuple[str, int, int, int], Typical] = {}  # of the tables, by step: every round asks
@@ -87,8 +76,8 @@ class Costs:
             typical = self._typical(cost.part, cost.rows, cost.context, cost.width)
             for _ in range(_BELIEVED):
                 typical.append(cost.seconds)
-            self._samples[cost.rows.bit_length(), cost.width] += _BELIEVED * (cost.part == "target")
-            self._samples[cost.rows.bit_length(), _NO_WIDTH] += _BELIEVED * (cost.part == "plain")
+            if cost.part in ("target", "plain"):
+                self.coverage.believe(cost.rows, PLAIN if cost.part == "plain" else cost.width, _BELIEVED)
 
     def record_target(
         self, rows: int, width: int, seconds: float, past: int = 0, *, drafts: bool = True, modelled: bool = True
@@ -96,19 +85,15 @@ class Costs:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
         ``modelled``: the draft model ran in this round."""
         self._calm = 0 if modelled else self._calm + 1
-        plain, size, bucket = not drafts and self._calm > _CALM, rows.bit_length(), context_bucket(past)
-        part, place = ("plain", (size, _NO_WIDTH)) if plain else ("target", (size, width))
-        if place in self._used and self._stale(place):
-            self._renewed[place] += 1
+        plain, bucket = not drafts and self._calm > _CALM, context_bucket(past)
+        part = "plain" if plain else "target"
+        if self.coverage.renews(rows, PLAIN if plain else width):
             self._typical(part, rows, bucket, width).fade(even=plain)  # one too short would end all drafting
         self._modelled |= modelled
         telling = plain or modelled or not self._modelled  # else weights are on their way back into a cache
-        self._compared[size] += plain and (self._last is None or self._last[0] != part)
+        self._compared[rows.bit_length()] += plain and (self._last is None or self._last[0] != part)
         self._record(part, rows, bucket, width, seconds, telling=telling, counts=telling or drafts)
-        self._round += 1
-        for used in {place, (size, width)}:
-            self._samples[used] += 1
-            self._used[used] = self._round
+        self.coverage.record(rows, *((PLAIN, width) if plain else (width,)))
 
     def disturb(self) -> None:
         """A draft model has run, besides rounds: it took a prompt in."""
@@ -162,10 +147,11 @@ class Costs:
         more as a token took on average below. No step costs more than a wider one: where measurements say so, both cost
         what all these did on average. A width that was measured in a bad moment would else be avoided for good; so a
         wide one counts only when it was measured twice. None while nothing was measured."""
-        bucket, size = context_bucket(past), rows.bit_length()
+        bucket = context_bucket(past)
         if not (known := self._known("target", rows, bucket)):
             return None
-        known = {width: known[width] for width in known if width <= _NARROW or self._samples[size, width] > 1} or known
+        often = (width for width in known if width <= _NARROW or self.coverage.times(rows, width) > 1)
+        known = {width: known[width] for width in often} or known
         return _line(_rising(known, self._times("target", rows, bucket, known)), MAX_GUESS_LENGTH + 1)
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:
@@ -174,7 +160,7 @@ class Costs:
         they are. None while nothing was."""
         table, bucket = self._tables.get("plain", {}), context_bucket(past)
         typicals = {place: widths[width] for place, widths in table.items() if width in widths}
-        places = [place for place, typical in typicals.items() if typical.faded or len(typical) >= _PLAIN]
+        places = [place for place, typical in typicals.items() if typical.faded or len(typical) >= PLAIN_KNOWN]
         if not places:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
@@ -188,11 +174,6 @@ class Costs:
         """How far what a plain step is said to take may be off beside the others, as a share of it (one standard
         error): it was compared with them only as often as they came before it."""
         return self._tempo.scatter / math.sqrt(max(1, self._compared[rows.bit_length()]))
-
-    def lacks_plain(self, rows: int) -> bool:
-        """Whether a plain step was hardly measured with about so many rows, or long ago."""
-        place = rows.bit_length(), _NO_WIDTH
-        return self._samples[place] < _PLAIN or self._stale(place)
 
     def drafts(self, rows: int, past: int = 0) -> list[float]:
         """Seconds of 0 to 63 steps of the draft, one after the other: the first takes two tokens, often, and finds
@@ -217,28 +198,6 @@ class Costs:
     def host(self, rows: int) -> float:
         """Seconds of a round outside the models; 0 while it was never measured."""
         return self._known("host", rows, 0).get(1, 0.0)
-
-    def first_length(
-        self, limit: int, rows: int = 1, narrowest: int = 1, best: Callable[[], int] | None = None
-    ) -> int | None:
-        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
-        it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
-        target steps with. ``best`` says which length seems to be, as far as is known: once two are measured, only what
-        is near to it is worth measuring (without it, all)."""
-        lengths, samples = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
-        places = {length: (rows.bit_length(), max(length + 1, narrowest)) for length in lengths}
-        known = {place for place in places.values() if self._samples[place] >= samples}
-        legal = [length for length in lengths if length <= limit]
-        lacking = [length for length in legal if places[length] not in known]
-        if best is not None and lacking and len(known) >= _ROUGHLY:
-            seems = best()
-            near = min(legal, key=lambda length: abs(length - seems))
-            lacking = [near] if near in lacking else []
-        stale = (length for length in legal if self._samples[places[length]] and self._stale(places[length]))
-        return lacking[0] if lacking else next(stale, None)
-
-    def _stale(self, place: tuple[int, int]) -> bool:
-        return self._round - self._used.get(place, 0) > _STALE << min(self._renewed[place], _DOUBLINGS)
 
     def price(self, weights: Mapping[Step, float]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each is known to cost now."""

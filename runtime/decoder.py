@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import count
 from threading import RLock
 from time import perf_counter
 
@@ -14,22 +13,20 @@ import numpy as np
 from ..engines.base import Engine, Logits
 from ..errors import UsageError
 from . import judging, trees, verify
-from .admission import check_request
+from .admission import Admission, check_request
 from .ahead import AheadDrafter, drafts_ahead
-from .cascade import Cascade, Commons, Plan, together
 from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
-from .kinds import Kind, repeats
-from .noise import Noise
-from .policy import AutoLength, FixedLength, Pace, Policy
+from .joint import NOBODY, Plan, together
+from .policy import AutoLength, Pace, Policy
 from .prefill import prefill
-from .sampling import Chain, Sampler
-from .sequence import FinishReason, Row, Sequence, StopMatcher
+from .rounds import Round
+from .sequence import FinishReason, Row, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
-from .siblings import MAX_ANSWERS, Sample, samples
-from .stats import Clock, Stats
+from .siblings import Sample, samples
+from .stats import Stats, Stopwatch
 from .steps import Stepper
 from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
@@ -69,13 +66,14 @@ class Decoder:
         costs: Costs | None = None,
         vocabulary: VocabularyMap | None = None,
         draft_ahead: DraftAhead = False,
+        policy: Policy | None = None,
     ) -> None:
         """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
         they are not the same ids; ``draft_ahead``: the draft model works while the target does, ``ahead`` (None where
-        nobody does)."""
+        nobody does); ``policy``: that of all requests, whatever their settings say of it."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
-        self.costs, self._commons = Costs() if costs is None else costs, Commons()
+        self.costs = Costs() if costs is None else costs
         self._model: Drafter | None = None
         self._trees: Drafter | None = None
         self.ahead: AheadDrafter | None = None
@@ -88,10 +86,10 @@ class Decoder:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._pace.prices.rereads = self._model is not None and self._model.rereads
+        self._admission = Admission(target.spec, self._pace, model=self._model is not None, policy=policy)
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
-        self._unrepeatable = count()
         self.turn = RLock()  # whose round it is, of the threads that share this
 
     def decode(
@@ -117,7 +115,7 @@ class Decoder:
 
         def admitted() -> list[Row]:
             return [
-                self._admit(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
+                self._admission.row(index, prompt, settings, sample, eos_token_ids, stop_matcher_factory)
                 for index, ((prompt, settings), sample) in enumerate(zip(requests, given, strict=True))
             ]
 
@@ -132,7 +130,7 @@ class Decoder:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
         with self.turn:
-            self._commons = Commons()
+            self._admission.forget()
             self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -148,70 +146,24 @@ class Decoder:
             clock = self._start(rows)
         while rows:
             with self.turn:
-                clock.resume()
-                drafts = self._propose(rows, clock)
+                this = self._begin(rows, clock)
+                drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)
-                verdicts = self._verify(rows, drafts, logits, clock)
-                events = [self._extend(*each) for each in zip(range(len(rows)), rows, drafts, verdicts, strict=True)]
+                verdicts = self._verify(this, rows, drafts, logits, clock)
+                events = self._commit(this, rows, drafts, verdicts)
                 rows = self._retire(rows, clock)
             yield from events
 
-    def _admit(
-        self,
-        index: int,
-        prompt: list[int],
-        settings: Settings,
-        sample: Sample,
-        eos: Collection[int],
-        matchers: Callable[[int], StopMatcher | None] | None,
-    ) -> Row:
-        spec = self._target.engine.spec
-        ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
-        seed = sample.seed if settings.seed is None else settings.seed
-        chain = Chain(settings, spec.vocab_size, prompt, ends)
-        stop = matchers(index) if matchers is not None else None
-        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt))
-        policy = self._policy(settings, kind)
-        return Row(
-            index=index,
-            settings=settings,
-            sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
-            sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
-            policy=policy,
-            cascade=self._cascade(settings, policy, sample, kind),
-        )
-
-    def _stream(self, settings: Settings, sample: Sample) -> int:
-        """Which of a seed's noise streams the request draws from: the sample's own, where that repeats a text. Guesses
-        and lengths that come of other texts may come of the seed's numbers: to draw with these again would be biased,
-        so such a request gets a stream that none before it had."""
-        return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
-
-    def _policy(self, settings: Settings, kind: Kind) -> Policy:
-        if settings.draft not in MODEL_DRAFTS or self._model is None:
-            return FixedLength(0)
-        if settings.branches:
-            return FixedLength(len(settings.branches))
-        if settings.draft == "model" and settings.draft_length != "auto":
-            return FixedLength(settings.draft_length)
-        return AutoLength(self._pace, kind)
-
-    def _cascade(self, settings: Settings, policy: Policy, sample: Sample, kind: Kind) -> Cascade | None:
-        if settings.draft in ("model", "none"):
-            return None
-        model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self._commons, self._pace, model, sample.family, kind)
-
-    def _start(self, rows: list[Row]) -> Clock:
+    def _start(self, rows: list[Row]) -> Stopwatch:
         self._epoch += 1
         self._pace.start()
-        clock = Clock(self._epoch)
+        clock = Stopwatch(self._epoch)
         if self.ahead is not None:
             self.ahead.rest()
         if rows:
             if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
                 self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats
-            self._read(rows)
+            self._prefill(rows)
             self._pace.prices.begin(self._target.narrowest)
             for row in rows:
                 if row.cascade is not None:
@@ -225,11 +177,11 @@ class Decoder:
                 self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
                 tokens = self._drafting.unread(rows)
                 if not self._pace.abstains(policies, tokens):
-                    self._pace.told(policies, tokens, self._tell(rows))
+                    self._pace.read(policies, tokens, self._prefill_draft(rows))
             clock.lap("prefill")
         return clock
 
-    def _read(self, rows: list[Row]) -> None:
+    def _prefill(self, rows: list[Row]) -> None:
         """The target takes the prompts in, but for what it holds already of the only one."""
         prompts, even = [row.sequence.tokens[:-1] for row in rows], any(row.sampler.deterministic for row in rows)
         if len(rows) == 1:
@@ -238,7 +190,7 @@ class Decoder:
             self._target.reset(len(rows), even=even)
         prefill(self._target, prompts, rows[0].stats.held)
 
-    def _tell(self, rows: list[Row]) -> float:
+    def _prefill_draft(self, rows: list[Row]) -> float:
         """The draft model takes the prompts in; the seconds that takes."""
         assert self._drafting is not None
         started = perf_counter()
@@ -246,15 +198,20 @@ class Decoder:
         self.costs.disturb()
         return perf_counter() - started
 
-    def _propose(self, rows: list[Row], clock: Clock) -> list[Draft]:
+    def _begin(self, rows: list[Row], clock: Stopwatch) -> Round:
+        clock.resume()
         if clock.epoch != self._epoch:
             raise UsageError("this decode was ended by a later one of the same decoder; start it again")
-        plans = self._plan(rows)
+        past = sum(row.sequence.cached for row in rows) // len(rows)
+        return self._pace.tick(len(rows), past, lambda: self._drafting.behind(rows) if self._drafting else 0)
+
+    def _propose(self, this: Round, rows: list[Row], clock: Stopwatch) -> list[Draft]:
+        plans = self._plan(this, rows)
         clock.lap("host")
         drafts = [Draft(list(plan.tokens), by=plan.by) for plan in plans]
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
-            lengths, watch = self._watched(rows, lengths)
+            lengths, watch = self._watched(this, rows, lengths)
             started = perf_counter()
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
@@ -264,14 +221,14 @@ class Decoder:
         clock.lap("draft")
         return drafts
 
-    def _watched(self, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
+    def _watched(self, this: Round, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
         """Where every row drafts with the model, how far each may go, and what says when to stop."""
         watched = self._drafting is not None and self._drafting.watches
         fixed = any(row.settings.draft_length != "auto" for row in rows)
         if not watched or fixed or not all(lengths):
             return lengths, None
         at_once = self._drafting is not None and self._drafting.at_once
-        watch = self._pace.watch([row.policy for row in rows], self._limits(rows)[1], at_once=at_once)
+        watch = self._pace.watch(this, [row.policy for row in rows], at_once=at_once)
         return (lengths, None) if watch is None else (list(watch.limits), watch)
 
     def _limits(self, rows: list[Row]) -> tuple[list[int], list[int]]:
@@ -281,29 +238,28 @@ class Decoder:
         rooms = [self._drafting.room(row) if self._drafting else 0 for row in rows]
         return limits, [min(each) for each in zip(limits, rooms, strict=True)]
 
-    def _plan(self, rows: list[Row]) -> Items[Plan]:
-        self._pace.tick(mean_context(rows), lambda: self._drafting.behind(rows) if self._drafting else 0)
+    def _plan(self, this: Round, rows: list[Row]) -> Items[Plan]:
         if self._plain:
-            return [Plan()] * len(rows)
-        if self._pace.idle(len(rows)) and all(map(dozes, rows)):
-            return [row.cascade.doze() if row.cascade is not None else Plan("model") for row in rows]
+            return [NOBODY] * len(rows)
+        if self._pace.idle and all(map(dozes, rows)):
+            return [NOBODY if row.cascade is None else row.cascade.doze(this) for row in rows]
         limits, of_model = self._limits(rows)
-        lengths = self._pace.lengths([row.policy for row in rows], of_model, len(rows))
+        lengths = self._pace.lengths(this, [row.policy for row in rows], of_model)
         plans = [
-            Plan("model", length=length, whole=True)
+            Plan(length=length, whole=True)
             if row.cascade is None
-            else row.cascade.choose(row.sequence.tokens, limit, most, length, len(rows))
+            else row.cascade.choose(this, row.sequence.tokens, limit, most, length)
             for row, limit, most, length in zip(rows, limits, of_model, lengths, strict=True)
         ]
         if len(rows) == 1:
             return plans
-        best = together(plans, self._pace)
+        best = together(plans, this, self._pace.prices)
         for row, plan in zip(rows, best, strict=True):
             if row.cascade is not None:
                 row.cascade.settle_on(plan)
         return best
 
-    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Clock) -> Logits:
+    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
         self._target.commit(past)
@@ -319,7 +275,9 @@ class Decoder:
         clock.lap("target")
         return logits
 
-    def _verify(self, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Clock) -> list[verify.Verdict]:
+    def _verify(
+        self, this: Round, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Stopwatch
+    ) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         lengths = [len(draft.tokens) for draft in drafts]
         for place, (row, draft, verdict) in enumerate(zip(rows, drafts, verdicts, strict=True)):
@@ -335,20 +293,25 @@ class Decoder:
             self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
             if modelled and self._drafting is not None:
                 tokens, model = [verdict.accepted + 1 for verdict in verdicts], self._drafting
-                self._pace.settle([row.policy for row in rows], tokens, max(lengths), model.late, model.steps)
+                policies = [row.policy for row in rows]
+                self._pace.settle(this, policies, tokens, max(lengths), model.late, model.steps)
         return verdicts
 
     def _branch(self, drafts: list[Draft]) -> bool:
         return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)
 
-    def _extend(self, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
+    def _commit(self, this: Round, rows: list[Row], drafts: list[Draft], verdicts: list[verify.Verdict]) -> list[Event]:
+        each = zip(range(this.rows), rows, drafts, verdicts, strict=True)
+        return [self._extend(this, *of_row) for of_row in each]
+
+    def _extend(self, this: Round, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
         new = [*draft.kept(verdict), verdict.token]
         if verdict.path:
             self._target.compact(place, row.sequence.cached + 1, verdict.path)
         kept, row.finish_reason = row.sequence.extend(new)
         row.sampler.chain.extend(new[:kept])
         if draft.by == "model":
-            self._pace.ledger.note(row.policy.observe, verdict.outcomes, draft.classes)
+            self._pace.ledger.note(row.policy.observe, verdict.outcomes, draft.classes, this.rows)
             if draft.tokens and self._drafting is not None:
                 self._drafting.observe(place, verdict.accepted, verdict.path)
         if row.cascade is not None:
@@ -368,7 +331,7 @@ class Decoder:
         stats = row.stats if row.finish_reason else None
         return Event(row.index, tokens, row.sampler.rule, row.sampler.noise.seed, row.finish_reason, stats)
 
-    def _retire(self, rows: list[Row], clock: Clock) -> list[Row]:
+    def _retire(self, rows: list[Row], clock: Stopwatch) -> list[Row]:
         """Fill the places of finished rows with the last live ones, in every cache; charge the round's time."""
         live = list(rows)
         for place in reversed(range(len(rows))):
@@ -388,8 +351,3 @@ class Decoder:
 def dozes(row: Row) -> bool:
     """Whether nobody drafts for the row while the draft model rests."""
     return isinstance(row.policy, AutoLength) if row.cascade is None else row.cascade.dozes
-
-
-def mean_context(rows: list[Row]) -> int:
-    """Tokens of a row before its step, on average."""
-    return sum(row.sequence.cached for row in rows) // len(rows)

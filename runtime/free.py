@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Protocol
 
-Step = tuple[int, int]  # a guessed token and the class of the evidence for it
+Candidate = tuple[int, int]  # a guessed token and the class of the evidence for it
 
 _PRIOR_WEIGHT = 8.0  # guesses' worth of belief in the prior
 _DECAY, _ROW_DECAY = 0.998, 0.98  # per guess of a class: about the last 1000 count, and the last 100 of a row
@@ -29,7 +29,7 @@ class FreeDrafter(Protocol):
         """The row's text is now ``tokens``, which begins with what it was before."""
         ...
 
-    def steps(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[Candidate]:
         """What comes next, token by token, for as long as anything is known. Changes nothing."""
         ...
 
@@ -102,7 +102,7 @@ class Calibrated:
         """Take the text in and guess up to ``longest`` tokens, none after the survival is below ``floor``."""
         self.drafter.take(tokens)
         guess, survival, rates = Guess(), 1.0, self._own.rates
-        for token, evidence in islice(self.drafter.steps(), longest):
+        for token, evidence in islice(self.drafter.candidates(), longest):
             survival *= rates[evidence]
             guess.tokens.append(token)
             guess.evidence.append(evidence)
@@ -150,7 +150,7 @@ class NgramDrafter:
                 self._after[tuple(tokens[end + 1 - n : end + 1])] = end + 1
         self._indexed = len(tokens) - 1
 
-    def steps(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[Candidate]:
         tokens = self._tokens
         for n in range(min(self.LONGEST, len(tokens)), 0, -1):
             if (source := self._after.get(tuple(tokens[-n:]))) is not None:

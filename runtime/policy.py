@@ -17,6 +17,7 @@ from .prefill import ALL
 from .prices import Prices
 from .reading import Reading
 from .rest import Rest
+from .rounds import Round, Why
 from .settings import MAX_DRAFT_LENGTH
 from .survey import Survey
 from .verify import Outcomes
@@ -38,7 +39,8 @@ class Seen:
 
 
 class Pace:
-    """What all requests of a decoder share about the draft model: prices, acceptance so far, and the off switch."""
+    """What all requests of a decoder share about the draft model, from round to round: prices, acceptance so far, and
+    the off switch."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         """``narrowest`` as for ``Prices``."""
@@ -48,14 +50,8 @@ class Pace:
         self.survey = Survey(self.prices, self.ledger)
         self.rest = Rest()
         self._reading = Reading(self.prices)
-        self.rows = 1  # that share the round's step
-        self.otherwise = 0.0  # tokens a second that guesses promise in this round; 0 where nobody guesses
-        self.explores = False  # the length just given is measured or tried, whatever it promises
-        self._measures = False  # it is measured
-        self._length = 0  # just chosen; 0 where it was not chosen for its speed
         self._standing: dict[tuple[int, ...], int] = {}  # lengths chosen since the last entry, by limits
-        self._round = 0
-        self._late: Callable[[], int] = lambda: 0
+        self._rounds, self._rows = 0, 1  # so far; of the last one
 
     def seen(self, kind: Kind) -> Seen:
         """What texts of this kind showed."""
@@ -83,7 +79,7 @@ class Pace:
         self._attempt(bills)
         return False
 
-    def told(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
+    def read(self, policies: Sequence[Policy], tokens: int, seconds: float) -> None:
         """The draft model read so many ``tokens`` of these requests' prompts, which took so long."""
         self._reading.begin(bills_of(policies), tokens, seconds)
 
@@ -92,82 +88,79 @@ class Pace:
         self.ledger.enter()
         self._standing.clear()
 
-    def tick(self, past: int = 0, late: Callable[[], int] = lambda: 0) -> None:
-        """A round begins, on contexts of ``past`` tokens on average; ``late`` says, if it is asked, for how many the
-        draft has to make up. Prices serve for 8 rounds, and of rest for 32; a length that was chosen for its speed
-        serves until what rounds showed is entered."""
+    def tick(self, rows: int = 1, past: int = 0, late: Callable[[], int] = lambda: 0) -> Round:
+        """A round begins, of so many ``rows`` on contexts of ``past`` tokens on average; ``late`` as for ``Round``.
+        Prices serve for 8 rounds, and of rest for 32; a length that was chosen for what it promises serves until what
+        rounds showed is entered."""
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
-            self.rest.tick(self.prices.without_model(self.rows)[0])
-        self._round += 1
-        self.prices.past, self._late = past, late
-        self.ledger.due |= self._round < _FRESH
-        fresh = self._round % (_SELDOM if self.rest.resting else _REFRESH) == 0 or self._round < _FRESH
-        if fresh:
+            self.rest.tick(self.prices.without_model(self._rows)[0])
+        self._rounds, self._rows = self._rounds + 1, rows
+        self.prices.past = past
+        young = self._rounds < _FRESH
+        self.ledger.due |= young
+        if fresh := young or self._rounds % (_SELDOM if self.rest.resting else _REFRESH) == 0:
             self.prices.renew()
         self.survey.tick(fresh=fresh)
+        return Round(rows, late)
 
-    def idle(self, rows: int) -> bool:
-        """Whether the draft model rests through this round of so many rows, for not even a try can be due."""
-        self.rows = rows
-        return self.rest.resting and self._round % _REFRESH != 0
+    @property
+    def idle(self) -> bool:
+        """Whether the draft model rests through this round, for not even a try can be due."""
+        return self.rest.resting and self._rounds % _REFRESH != 0
 
-    def lengths(self, policies: Sequence[Policy], limits: Sequence[int], rows: int) -> list[int]:
-        """Drafts for the next round of each request, up to its limit, when ``rows`` rows share a step.
+    def lengths(self, this: Round, policies: Sequence[Policy], limits: Sequence[int]) -> list[int]:
+        """Drafts for ``this`` round of each request, up to its limit.
 
         A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
         (expected seconds).
         """
-        self.rows, self.explores, self._measures = rows, False, False
-        self.otherwise = 0.0
-        requests = zip(policies, limits, strict=True)
-        auto = [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]
-        place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in auto)
-        joint = self._length = self._standing.get(place, 0)
-        if auto and not joint:
-            joint = self._joint(auto, rows)
-            self._standing[place] = self._length
-        wanted = [policy.fixed if isinstance(policy, FixedLength) else joint for policy in policies]
-        return [max(0, min(length, limit)) for length, limit in zip(wanted, limits, strict=True)]
+        this.limits, requests = limits, list(zip(policies, limits, strict=True))
+        if auto := [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]:
+            self._choose(this, auto)
+        return [max(0, min(policy.length(this), limit)) for policy, limit in requests]
 
-    def settle(self, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0) -> None:
+    def settle(
+        self, this: Round, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0
+    ) -> None:
         """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
         the longest draft, how many were read ``late``, and the ``steps`` that were paid, if that is more (a draft
         that comes at once is asked for longer than it gets). What was measured and not chosen is on nobody's bill."""
         self._reading.proposed = True
-        if not self._measures:
+        if this.why != "measured":
             drafted = length, max(length, steps)
-            self.ledger.note(self._settle, bills_of(policies), tokens, drafted, late, self.otherwise)
+            self.ledger.note(self._settle, this, bills_of(policies), tokens, drafted, late)
 
     def _settle(
-        self, bills: Sequence[Bill], tokens: Sequence[int], drafted: tuple[int, int], late: int, otherwise: float
+        self, this: Round, bills: Sequence[Bill], tokens: Sequence[int], drafted: tuple[int, int], late: int
     ) -> None:
-        prices, rows, (length, asked) = self.prices, self.rows, drafted
+        prices, rows, (length, asked) = self.prices, this.rows, drafted
         unverified = prices.steps(rows)[asked] - prices.steps(rows)[length]
         took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, late)
         plain, step = prices.without_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
-        without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * otherwise) * (1.0 + prices.costs.doubt(rows))
+        without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * this.otherwise) * (1.0 + prices.costs.doubt(rows))
         for bill in bills:
             bill.record(without - took)
 
-    def watch(self, policies: Sequence[Policy], limits: Sequence[int], *, at_once: bool = False) -> Watch | None:
-        """What may end the drafts of this round early, or let them go on beyond the length that was chosen for them, up
-        to ``limits``: nothing where a length is fixed, measured or tried. Where all of a draft comes ``at_once``, that
-        is paid whoever ends it: the limit is twice what was chosen, and only what verifies it has a price."""
+    def watch(self, this: Round, policies: Sequence[Policy], *, at_once: bool = False) -> Watch | None:
+        """What may end the drafts of ``this`` round early, or let them go on beyond the length that was chosen for
+        them, up to their limits: nothing where a length is fixed, measured or tried. Where all of a draft comes
+        ``at_once``, that is paid whoever ends it: the limit is twice what was chosen, and only what verifies it has a
+        price."""
         auto = [policy for policy in policies if isinstance(policy, AutoLength)]
-        if not self._length or len(auto) < len(policies):
+        if not this.length or this.explores or len(auto) < len(policies):
             return None
         chances, rates = [policy.sureness.chances for policy in auto], [policy.rate for policy in auto]
-        longest = min(MAX_DRAFT_LENGTH, 2 * self._length) if at_once else MAX_DRAFT_LENGTH
-        seconds = self.prices.without_model(self.rows) if at_once else self.prices.with_model(self.rows)
-        return Watch(chances, rates, [min(limit, longest) for limit in limits], seconds, self._local(auto))
+        longest = min(MAX_DRAFT_LENGTH, 2 * this.length) if at_once else MAX_DRAFT_LENGTH
+        seconds = self.prices.without_model(this.rows) if at_once else self.prices.with_model(this.rows)
+        return Watch(chances, rates, [min(limit, longest) for limit in this.limits], seconds, self._local(this, auto))
 
-    def _local(self, auto: Sequence[AutoLength]) -> float:
+    def _local(self, this: Round, auto: Sequence[AutoLength]) -> float:
         """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:
         the price of time is the rate at which their text is written here and now."""
-        seconds, length = self.prices.with_model(self.rows), self._length
+        seconds, length = self.prices.with_model(this.rows), this.length
         tokens = took = 0.0
         for policy in auto:
             seen = policy.sureness
@@ -176,12 +169,12 @@ class Pace:
             took += (PRIOR_WEIGHT * seconds[length] + seen.seconds) / (PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
-    def _tries(self, bills: Sequence[Bill], rows: int) -> bool:
+    def _tries(self, this: Round, bills: Sequence[Bill]) -> bool:
         """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
         nothing."""
-        if self.idle(rows):
+        if self.idle:
             return False
-        return self.rest.affords(self._trial(bills, rows) + self.prices.catch_up(rows, self._late()))
+        return self.rest.affords(self._trial(bills, this.rows) + self.prices.catch_up(this.rows, this.late()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
         """Seconds that a try takes beyond rounds without drafts: one round; where the draft model has not earned what
@@ -196,25 +189,32 @@ class Pace:
                 bill.clear()
         self.rest.attempt()
 
-    def _joint(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
-        self._length = 0
-        bills = bills_of([request for request, _ in requests])
+    def _choose(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> None:
+        """The length for these requests, each with its limit: the same while what rounds showed is not entered."""
+        place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in requests)
+        if standing := self._standing.get(place, 0):
+            this.length = standing
+        else:
+            this.length, this.why = self._joint(this, requests)
+            self._standing[place] = 0 if this.explores else this.length
+
+    def _joint(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> tuple[int, Why]:
+        rows, bills = this.rows, bills_of([request for request, _ in requests])
         if not self.rest.resting and lose(bills):
             self.rest.begin()
-        if self.rest.resting and not self._tries(bills, rows):
-            return 0
+        if self.rest.resting and not self._tries(this, bills):
+            return 0, "promises"
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
-            return 0
+            return 0, "promises"
         worthwhile = min(longest, max(request.reach for request, _ in requests))
         first = self.survey.first_length(worthwhile, rows, lambda: _largest(self._hopes(requests, rows, _HOPE)))
         if first is not None:
-            self.explores = self._measures = True
-            return first
+            return first, "measured"
         if self.rest.resting:
             self._attempt(bills)
-            self.explores = self.ledger.due = True
-            return _PROBE_LENGTH
+            self.ledger.due = True
+            return _PROBE_LENGTH, "tried"
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)
         self.survey.unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
@@ -224,8 +224,7 @@ class Pace:
             self.rest.begin()
         elif not any(bill.is_new for bill in bills):
             self.rest.end()
-        self._length = best
-        return best
+        return best, "promises"
 
     def _pays(self, speeds: Sequence[float], length: int, rows: int) -> bool:
         seconds = self.prices.with_model(rows)
@@ -279,9 +278,13 @@ class FixedLength:
     """Always the same length."""
 
     def __init__(self, fixed: int) -> None:
-        self.fixed = fixed
+        self._fixed = fixed
 
-    def observe(self, outcomes: Outcomes, classes: Sequence[int] = ()) -> None:
+    def length(self, this: Round) -> int:
+        """Of the drafts of ``this`` round."""
+        return self._fixed
+
+    def observe(self, outcomes: Outcomes, classes: Sequence[int] = (), rows: int = 1) -> None:
         """Changes nothing."""
 
 
@@ -295,6 +298,10 @@ class AutoLength:
         self.tokens = self._acceptance.expected_tokens()
         self.sureness = Sureness(seen.sureness)
 
+    def length(self, this: Round) -> int:
+        """Of the drafts of ``this`` round: what was chosen for all rows that share it."""
+        return this.length
+
     def hoped(self, errors: float) -> list[float]:
         """``tokens`` if acceptance is so many standard errors better than what was seen."""
         return self._acceptance.expected_tokens(errors)
@@ -304,11 +311,12 @@ class AutoLength:
         """How many tested drafts are accepted."""
         return self._acceptance.rate()
 
-    def observe(self, outcomes: Outcomes, classes: Sequence[int] = ()) -> None:
-        """What the last round's verdict was (nothing if nothing was drafted); how sure the draft was of its tokens."""
+    def observe(self, outcomes: Outcomes, classes: Sequence[int] = (), rows: int = 1) -> None:
+        """What a round's verdict was (nothing if nothing was drafted); how sure the draft was of its tokens; how many
+        ``rows`` shared the step."""
         if outcomes:
             if classes:
-                self.sureness.record(classes, outcomes, self._pace.prices.with_model(self._pace.rows)[len(classes)])
+                self.sureness.record(classes, outcomes, self._pace.prices.with_model(rows)[len(classes)])
             self._acceptance.observe(outcomes)
             self._lasting.observe(outcomes)
             self.tokens = self._acceptance.expected_tokens()

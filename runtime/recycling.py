@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ..engines.base import Logits
-from .free import Step
+from .free import Candidate
 
 _CERTAINTY = 3  # a two-bit counter, as in branch prediction: how often in a row the same token came first
 
@@ -66,7 +66,7 @@ class RecyclingDrafter:
             self._successors.record_text(tokens)
         self._taken, self._last = len(tokens), tokens[-1]
 
-    def steps(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[Candidate]:
         token, depth = self._last, 0
         while (found := self._successors.get(token)) is not None:
             token, certainty = found

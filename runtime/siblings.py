@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UsageError
 from .family import Family
-from .free import Step
+from .free import Candidate
 from .ranges import integer
 from .settings import Settings
 
@@ -92,7 +92,7 @@ class SiblingsDrafter:
             self._state = self._family.extend(self._state, token, self._text)
         self._taken = len(tokens)
 
-    def steps(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[Candidate]:
         """The token most of the others wrote there, and what most wrote after it. Where they end, the longest end of
         the text that goes on elsewhere does."""
         family, state, hops = self._family, self._state, 0

@@ -118,7 +118,7 @@ class Stats:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
 
 
-class Clock:
+class Stopwatch:
     """Seconds by phase of the round in progress, to be shared by the rows it serves."""
 
     def __init__(self, epoch: int) -> None:

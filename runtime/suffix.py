@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .free import Step
+from .free import Candidate
 
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
 _HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
@@ -133,7 +133,7 @@ class Cursor:
         """The text goes on with ``token``."""
         self.state, self.matched = self.automaton.step(self.state, self.matched, token)
 
-    def steps(self) -> Iterator[Step]:
+    def candidates(self) -> Iterator[Candidate]:
         """What followed there, and what followed that, with a class by length and certainty of each match and by who
         agrees. Where the text ends, the longest end of it that stands elsewhere goes on: a period repeats."""
         automaton, state, matched = self.automaton, self.state, self.matched
@@ -170,9 +170,9 @@ class OwnText:
             self._automaton.extend(token)
         self._taken = len(tokens)
 
-    def steps(self) -> Iterator[Step]:
-        here = self._here()
-        return here.steps() if self._older is None or here.matched >= self._older.matched else self._older.steps()
+    def candidates(self) -> Iterator[Candidate]:
+        here, older = self._here(), self._older
+        return here.candidates() if older is None or here.matched >= older.matched else older.candidates()
 
     def _here(self) -> Cursor:
         """The end of the text, where it stood before."""
@@ -227,5 +227,5 @@ class EarlierTexts:
                 cursor.step(token)
         self._taken = len(tokens)
 
-    def steps(self) -> Iterator[Step]:
-        return max(self._cursors, key=lambda cursor: cursor.matched).steps()
+    def candidates(self) -> Iterator[Candidate]:
+        return max(self._cursors, key=lambda cursor: cursor.matched).candidates()

@@ -1,10 +1,10 @@
-"""Decides what is measured next: at the start, when it is long ago, and when a choice hangs on it."""
+"""Decides when something is measured: at the start, when it is long ago, and when a choice hangs on it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .costs import LONGEST_FIRST
+from .coverage import LONGEST_FIRST
 from .ledger import Ledger
 from .prices import Prices
 
@@ -21,21 +21,21 @@ class Survey:
 
     def tick(self, *, fresh: bool) -> None:
         """A round begins. What is wanted is asked every round; that nothing is stands until prices are ``fresh``."""
-        if fresh or any(length is not None for length in self._first.values()):
+        if self._first and (fresh or any(length is not None for length in self._first.values())):
             self._first.clear()
         if fresh or any(self._plain.values()):
             self._plain.clear()
 
     def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
         """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
-        known to say whether drafting pays. ``best`` as for ``Costs.first_length``."""
+        known to say whether drafting pays. ``best`` as for ``Coverage.first_length``."""
         place = min(limit, LONGEST_FIRST), rows
         if self._doubts(rows):
             first: int | None = 0
         elif place in self._first:
             first = self._first[place]
         else:
-            first = self._first[place] = self._prices.costs.first_length(*place, self._prices.narrowest, best)
+            first = self._first[place] = self._prices.costs.coverage.first_length(*place, self._prices.narrowest, best)
         self._ledger.due |= first is not None
         return first
 
@@ -43,11 +43,11 @@ class Survey:
         """Whether a step without any draft is to be measured next, whoever might draft."""
         place = min(limit, LONGEST_FIRST), rows
         if place not in self._plain:
-            self._plain[place] = self._prices.costs.first_length(*place, self._prices.narrowest) == 0
+            self._plain[place] = self._prices.costs.coverage.first_length(*place, self._prices.narrowest) == 0
         wants = self._plain[place] or self._doubts(rows)
         self._ledger.due |= wants
         return wants
 
     def _doubts(self, rows: int) -> bool:
         """Whether what a plain step takes decides whether to draft, and is hardly known."""
-        return self.unclear and self._prices.costs.lacks_plain(rows)
+        return self.unclear and self._prices.costs.coverage.lacks_plain(rows)

@@ -12,14 +12,12 @@ from typing import Any
 from ..engines import Engine
 from ..errors import UsageError
 from .bench import Bench, Group, decode
-from .cascade import Plan
 from .costs import Cost, Costs
 from .decoder import Decoder
-from .kinds import Kind
 from .pair import Pair
-from .policy import FixedLength, Policy
-from .sequence import Row
-from .settings import MAX_DRAFT_LENGTH, Settings
+from .policy import FixedLength
+from .rounds import Round
+from .settings import MAX_DRAFT_LENGTH
 from .stats import Stats
 from .tempo import Tempo
 from .vocabulary import VocabularyMap
@@ -28,9 +26,24 @@ _EACH = 5  # rounds of each draft length, at least
 _CONTEXT_TOKENS = 64  # new tokens on each longer context
 
 
+class EachInTurn(FixedLength):
+    """Another length each round, the same for all rows: every one from 0 to ``longest`` equally often and in no order.
+    ``rounds`` counts them."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(0)
+        self._lengths, self.rounds = _shuffled(longest), 0
+        self._last: Round | None = None
+
+    def length(self, this: Round) -> int:
+        if this is not self._last:
+            self._last, self._fixed, self.rounds = this, next(self._lengths), self.rounds + 1
+        return self._fixed
+
+
 class Sweep(Decoder):
-    """Drafts a different length each round, every one equally often and in no order, the same for all rows: so that
-    each step is measured as it is in life, after others and with cold caches, and all of them in the same minutes."""
+    """Drafts ``EachInTurn``: so that each step is measured as it is in life, after others and with cold caches, and all
+    of them in the same minutes."""
 
     def __init__(
         self,
@@ -41,10 +54,9 @@ class Sweep(Decoder):
         tempo: Tempo | None = None,
         vocabulary: VocabularyMap | None = None,
     ) -> None:
-        super().__init__(target, draft, exact=exact, costs=Costs(tempo=tempo), vocabulary=vocabulary)
-        self._fixed = FixedLength(0)
-        self._lengths = _shuffled(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
-        self.rounds = 0
+        self.lengths = EachInTurn(min(MAX_DRAFT_LENGTH, target.spec.max_verify - 1))
+        costs = Costs(tempo=tempo)
+        super().__init__(target, draft, exact=exact, costs=costs, vocabulary=vocabulary, policy=self.lengths)
 
     @property
     def rereads(self) -> bool:
@@ -55,14 +67,6 @@ class Sweep(Decoder):
     def narrowest(self) -> int:
         """The least width the target stepped with."""
         return self._target.narrowest
-
-    def _policy(self, settings: Settings, kind: Kind) -> Policy:
-        return self._fixed
-
-    def _plan(self, rows: list[Row]) -> Sequence[Plan]:
-        self._fixed.fixed = next(self._lengths)
-        self.rounds += 1
-        return super()._plan(rows)
 
 
 def _shuffled(longest: int) -> Iterator[int]:
@@ -121,9 +125,9 @@ class Tuner:
         for number, group in enumerate(itertools.cycle(groups)):
             decode(self._plain, group, replace(settings, draft="none"), self.pair)
             stats += decode(sweep, group, settings, self.pair)[1]
-            if number + 1 >= len(groups) and sweep.rounds >= _EACH * (MAX_DRAFT_LENGTH + 1):
+            if number + 1 >= len(groups) and sweep.lengths.rounds >= _EACH * (MAX_DRAFT_LENGTH + 1):
                 break
-        sweep.rounds = 0
+        sweep.lengths.rounds = 0
         past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
         return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest, rereads=sweep.rereads)
 
@@ -135,10 +139,10 @@ class Tuner:
         length = 128
         while length <= min(self._longest, widest):
             group = [text[:length]] * rows
-            while self._sweep.rounds < _EACH * (MAX_DRAFT_LENGTH + 1):
+            while self._sweep.lengths.rounds < _EACH * (MAX_DRAFT_LENGTH + 1):
                 decode(self._plain, group, replace(settings, draft="none"), self.pair)
                 decode(self._sweep, group, settings, self.pair)
-            self._sweep.rounds = 0
+            self._sweep.lengths.rounds = 0
             length *= 2
 
     def costs(self) -> list[Cost]:

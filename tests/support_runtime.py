@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
-from leadout.runtime import decoder as decoder_module
-from leadout.runtime import judging, sampling
+from leadout.runtime import admission, judging, sampling
+from leadout.runtime.costs import Costs
+from leadout.runtime.coverage import Coverage
 from leadout.runtime.decoder import Decoder, Event
-from leadout.runtime.policy import Costs
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, Settings
 
 T = TypeVar("T", bound=Hashable)
@@ -125,7 +125,7 @@ def decode_law(
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
+            patch.setattr(admission, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             draw_with_coins(patch)
             target, draft = laws
             decoder = Decoder(ToyEngine(target, vocab), ToyEngine(draft, vocab, mask_token=mask_token))
@@ -196,11 +196,22 @@ def collect(events: Any, count: int) -> tuple[list[list[int]], dict[int, Event]]
     return texts, last
 
 
+class Covered(Coverage):
+    """Whatever was measured with one row is known of all."""
+
+    def lacks_plain(self, rows: int) -> bool:
+        return False
+
+    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1, *best: Any) -> int | None:
+        return super().first_length(limit, 1, narrowest, *best)
+
+
 class FixedCosts(Costs):
     """Costs as if measured once and for all: a target step of width S takes 1 + per_token * (S - 1) seconds."""
 
     def __init__(self, per_draft: float = 0.1, per_token: float = 0.02) -> None:
         super().__init__()
+        self.coverage = Covered()
         for width in 2 * list(range(1, MAX_DRAFT_LENGTH + 2)):
             super().record_target(1, width, 1 + per_token * (width - 1))
         super().record_draft(1, 1, per_draft)
@@ -211,14 +222,8 @@ class FixedCosts(Costs):
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, late: int = 0) -> None:
         pass
 
-    def lacks_plain(self, rows: int) -> bool:
-        return False
-
     def doubt(self, rows: int) -> float:
         return 0.0
-
-    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1, *best: Any) -> int | None:
-        return super().first_length(limit, 1, narrowest, *best)
 
     def record_host(self, rows: int, seconds: float) -> None:
         pass

@@ -16,11 +16,13 @@ from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import decoder
 from leadout.runtime.ahead import AheadDrafter, Worth
-from leadout.runtime.cascade import Cascade, Plan
+from leadout.runtime.cascade import Cascade
 from leadout.runtime.costs import Costs, context_bucket
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.held import agreement
+from leadout.runtime.joint import Plan
 from leadout.runtime.policy import Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 
 PROMPTS = ([1], [4, 5, 6, 4, 5, 6, 4, 5], list(range(11)))
@@ -56,9 +58,9 @@ def test_every_round_is_what_it_is_without(sampling, most, monkeypatch):
     assert tried > 40 and (kept > 10 if most is None or most > 1 else kept == 0)
 
 
-def lengths_by_turns(pace: Pace, policies: Any, limits: Any, rows: int) -> list[int]:
+def lengths_by_turns(pace: Pace, this: Round, policies: Any, limits: Any) -> list[int]:
     lengths = (5, 2, 3, 6, 1, 1, 4, 0, 3, 2)
-    return [min(lengths[pace._round % len(lengths)], *limits)]
+    return [min(lengths[pace._rounds % len(lengths)], *limits)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=["greedy", "coupled", "block"])
@@ -68,11 +70,11 @@ def test_lengths_that_change_and_free_drafters_in_between(sampling, monkeypatch)
     monkeypatch.setattr(decoder, "Costs", lambda: FixedCosts(per_draft=0.2))
     choose, kept = Cascade.choose, 0
 
-    def free_by_turns(cascade: Cascade, tokens: list[int], limit: int, most: int, allotted: int, rows: int) -> Plan:
-        choose(cascade, tokens, limit, most, allotted, rows)
-        if cascade._pace._round % 3 == 2:
+    def free_by_turns(cascade: Cascade, this: Round, tokens: list[int], limit: int, most: int, allotted: int) -> Plan:
+        choose(cascade, this, tokens, limit, most, allotted)
+        if cascade._pace._rounds % 3 == 2:
             return Plan("suffix", (tokens[-3:] * 2)[: min(4, limit)])
-        return Plan("model", length=allotted)
+        return Plan(length=allotted)
 
     monkeypatch.setattr(Pace, "lengths", lengths_by_turns)
     monkeypatch.setattr(Cascade, "choose", free_by_turns)
@@ -109,7 +111,7 @@ def test_a_kept_draft_takes_no_steps_and_a_dropped_one_leaves_the_cache_right(mo
     come_as_far_as(monkeypatch, None)
     with monkeypatch.context() as patch:
         by_turns = (5, 2, 3, 6, 1, 4)
-        patch.setattr(Pace, "lengths", lambda pace, policies, limits, rows: [min(by_turns[pace._round % 6], *limits)])
+        patch.setattr(Pace, "lengths", lambda pace, this, policies, limits: [min(by_turns[pace._rounds % 6], *limits)])
         who = run([([1, 2], Settings(max_new_tokens=70))], pair=(toy_pair(11)[0], toy_pair(11)[0]), eos=())[2]
         assert who.tried == who.kept > 10, "also where a draft made ahead is cut"
     charged: list[int] = []

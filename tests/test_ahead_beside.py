@@ -45,10 +45,10 @@ def test_watched_drafts_write_the_same_text(most: int | None, monkeypatch: Any) 
     miss, observe = Watch.missed, AutoLength.observe
     monkeypatch.setattr(Watch, "missed", lambda self, place, count: (missed.append(count), miss(self, place, count)))
 
-    def spy(self: AutoLength, outcomes: Any, classes: Any = ()) -> None:
+    def spy(self: AutoLength, outcomes: Any, classes: Any = (), rows: int = 1) -> None:
         if outcomes:  # the last token needs no draft
             taught.append((len(outcomes), len(classes)))
-        observe(self, outcomes, classes)
+        observe(self, outcomes, classes, rows)
 
     monkeypatch.setattr(AutoLength, "observe", spy)
     settings = Settings(draft="model", max_new_tokens=80, ignore_eos=True)
@@ -74,7 +74,7 @@ def test_what_was_made_ahead_counts_by_the_row_s_rate() -> None:
 def test_a_resumed_draft_asks_before_it_grows() -> None:
     target, model = toy_pair(11)
     decoder = Decoder(target, model)
-    row = decoder._admit(0, PROMPT, Settings(draft="model"), Sample(), (), None)
+    row = decoder._admission.row(0, PROMPT, Settings(draft="model"), Sample(), (), None)
     drafter = decoder._model
     assert isinstance(drafter, ModelDrafter)
     drafter.reset([row])
@@ -163,7 +163,7 @@ def test_a_draft_with_another_tokenizer_is_refused_or_left_as_it_is() -> None:
 def test_supposing_copies_a_row_and_shares_its_noise() -> None:
     decoder = Decoder(*toy_pair(11))
     settings = Settings(draft="model", temperature=1.0, seed=4, presence_penalty=0.5)
-    row = decoder._admit(3, [1, 2], settings, Sample(7), (), None)
+    row = decoder._admission.row(3, [1, 2], settings, Sample(7), (), None)
     other = ahead_module.suppose(row, [5, 6])
     assert other.sequence.tokens == [1, 2, 5, 6] and row.sequence.tokens == [1, 2]
     assert other.sampler.noise is row.sampler.noise and other.sampler.chain is not row.sampler.chain

@@ -7,7 +7,7 @@ import math
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
-from test_policy import costs, next_length
+from test_policy import costs, next_length, next_round
 
 from leadout.runtime import bill, decoder, policy, reading
 from leadout.runtime.bill import Bill
@@ -15,6 +15,7 @@ from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.kinds import GREEDY, Kind
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 
 DRAFT, TOKEN = 0.1, 0.02  # what a draft step takes, and each token more in a step of the target, which takes 1
@@ -37,8 +38,8 @@ def settled(pace, *promised):
     request, recorded = AutoLength(pace), []
     request.bill.record = recorded.append
     next_length(pace, request)
-    for pace.otherwise in promised:
-        pace.settle([request], [3], 2, 0)
+    for otherwise in promised:
+        pace.settle(Round(otherwise=otherwise), [request], [3], 2, 0)
     pace.enter()
     return request, recorded
 
@@ -87,8 +88,7 @@ def amounts_are_right():
     pace, took = a_pace(), 1.0 + 2 * (DRAFT + TOKEN)
     request, recorded = settled(pace, 0.0, 2.0, 0.5)
     pace.prices.costs.record_draft(1, 1, DRAFT + 8 * 0.05, late=8)
-    pace.tick()
-    pace.settle([request], [3], 2, 10)
+    pace.settle(pace.tick(), [request], [3], 2, 10)
     pace.enter()
     assert recorded == pytest.approx([3.0 - took, 1.5 - took, 3.0 - took, 3.0 - took - 10 * 0.05])
     pace = a_pace(plain=0.8)
@@ -98,8 +98,8 @@ def amounts_are_right():
 def a_draft_that_comes_at_once_is_paid_as_it_was_asked_for():
     pace = a_pace()
     request, recorded = settled(pace)
-    pace.settle([request], [3], 2, 0, 6)
-    pace.settle([request], [3], 2, 0, 1)
+    pace.settle(Round(), [request], [3], 2, 0, 6)
+    pace.settle(Round(), [request], [3], 2, 0, 1)
     pace.enter()
     took = 1.0 + 2 * (DRAFT + TOKEN)
     assert recorded == pytest.approx([3.0 - took - 4 * DRAFT, 3.0 - took]), "what was not verified cost no wider step"
@@ -110,9 +110,10 @@ def what_is_measured_is_on_no_bill():
     request = AutoLength(pace)
     recorded = []
     request.bill.record = recorded.append
-    assert next_length(pace, request) > 0
-    pace.settle([request], [1], 4, 0)
-    pace.settle([FixedLength(4)], [1], 4, 0)
+    this, length = next_round(pace, request)
+    assert length > 0
+    pace.settle(this, [request], [1], 4, 0)
+    pace.settle(this, [FixedLength(4)], [1], 4, 0)
     pace.enter()
     assert not recorded
 
@@ -126,7 +127,7 @@ def rows_of_one_kind_share_a_bill():
     assert not pace.rest.resting, "for one of them it may still pay"
     recorded = []
     requests[0].bill.record = recorded.append
-    pace.settle(requests[:2], [1, 1], 1, 0)
+    pace.settle(Round(3), requests[:2], [1, 1], 1, 0)
     pace.enter()
     assert len(recorded) == 1
 
@@ -164,7 +165,7 @@ def a_verdict_ends():
     assert len(others) == 399 - first, "from the first try on"
     request.bill.clear()
     spoiled(request.bill)
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     pace.rest.tick(128 * (2.0 + 5 * 2 * (TOKEN + DRAFT)))
     assert not pace.abstains([request], 100) and not request.bill.loses, "the next text may be the try"
@@ -184,15 +185,15 @@ def a_prompt_is_not_read_for_nothing():
     request = AutoLength(pace)
     recorded = []
     record, request.bill.record = request.bill.record, lambda saved: (recorded.append(saved), record(saved))
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     assert not recorded, "the first was a measurement"
-    pace.told([request], 100, 2.0)
+    pace.read([request], 100, 2.0)
     pace.start()
     pace.start()
     assert not pace.abstains([request], 100) and recorded == [-2.0], "once"
-    pace.told([request], 100, 2.0)
-    pace.settle([request], [4], 2, 0)
+    pace.read([request], 100, 2.0)
+    pace.settle(Round(), [request], [4], 2, 0)
     charged, request.bill.charge = [], lambda seconds: charged.append(seconds)
     pace.start()
     pace.start()
@@ -271,12 +272,12 @@ MUTANTS = [
     ),
     Mutant("few rounds tell as much as many", bill.Bill, "loses", "_FEW / max(1.0, self._rounds)", "0.0"),
     Mutant("nothing is forgotten", bill.Bill, "record", "_DECAY * self._saved", "self._saved"),
-    Mutant("guesses are no alternative", policy.Pace, "_settle", "step * otherwise", "0.0"),
+    Mutant("guesses are no alternative", policy.Pace, "_settle", "step * this.otherwise", "0.0"),
     Mutant("plain steps are as any", policy.Pace, "_settle", "* plain /", "* step /"),
     Mutant("what was asked for and not verified is free", policy.Pace, "settle", "max(length, steps)", "length"),
     Mutant("what was asked for is thought verified", policy.Pace, "_settle", "- unverified ", ""),
     Mutant("what it missed is free", policy.Pace, "_settle", "+ prices.catch_up(rows, late)", ""),
-    Mutant("measuring is paid for", policy.Pace, "settle", "not self._measures", "True"),
+    Mutant("measuring is paid for", policy.Pace, "settle", 'this.why != "measured"', "True"),
     Mutant("one bill for all", policy.AutoLength, "__init__", "pace.seen(kind)", "pace.seen(GREEDY)"),
     Mutant("one loses, all rest", policy, "lose", "all(", "any("),
     Mutant("a verdict is for good", policy.Pace, "_attempt", "bill.clear()", "pass"),

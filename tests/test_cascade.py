@@ -14,15 +14,18 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Cascade, Commons, Plan, together
+from leadout.runtime import joint
+from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.joint import NOBODY, Plan
 from leadout.runtime.kinds import Kind
 from leadout.runtime.pair import load
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.prices import Prices
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import DRAFTS, Settings
 from leadout.runtime.verify import happened
 
@@ -44,9 +47,9 @@ def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, nar
 def choose(chooser, limit, of_model):
     """The plan of a new round for a row that is alone."""
     pace, model = chooser._pace, chooser._model
-    pace.tick()
-    allotted = pace.lengths([model], [of_model], 1)[0] if model else 0
-    return chooser.choose([1], limit, of_model, allotted, 1)
+    this = pace.tick()
+    allotted = pace.lengths(this, [model], [of_model])[0] if model else 0
+    return chooser.choose(this, [1], limit, of_model, allotted)
 
 
 class Fixed:
@@ -58,7 +61,7 @@ class Fixed:
     def take(self, tokens):
         pass
 
-    def steps(self):
+    def candidates(self):
         return ((token, 0) for token in self.tokens)
 
 
@@ -292,7 +295,7 @@ def test_recycling_learns_from_rows_the_answer_never_used():
     decoder = Decoder(pair[0], None)
     settings = Settings(draft="recycling", draft_length=4, max_new_tokens=40)
     decode([([1, 2, 3], settings)], decoder=decoder, eos=())
-    known = decoder._commons.successors
+    known = decoder._admission.commons.successors
     assert 0 < len(known) <= 30
     stats = decode([([1, 2, 3], settings)], decoder=decoder, eos=())[2][0]
     assert stats.acceptance_rate > 0.9, "the law depends on one token: its chain is known by now"
@@ -325,7 +328,7 @@ def test_a_real_pair_writes_the_same_with_every_drafter(tiny_bundle):
                 assert [pair.generate(prompt, **drafting).token_ids for prompt in prompts] == alone, draft
                 assert [result.token_ids for result in pair.generate(prompts, **drafting)] == batch, draft
         pair.forget()
-        assert len(pair.decoder._commons.successors) == 0
+        assert len(pair.decoder._admission.commons.successors) == 0
 
 
 def test_fixed_drafts_of_a_batch_are_never_cut(monkeypatch):
@@ -356,7 +359,7 @@ def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
     for settings in (Settings(draft="auto", max_new_tokens=60), Settings(draft="model", max_new_tokens=60)):
         collect(decoder.decode([(6 * REPEATS, settings)]), 1)
     kinds = [Kind(repeats=True), Kind(sampled=True, repeats=True), Kind()]
-    greedy, sampled, new = map(decoder._commons.experience, kinds)
+    greedy, sampled, new = map(decoder._admission.commons.experience, kinds)
     assert any(record.rates != list(record._prior) for record in greedy.records.values())
     assert not sampled.records and not new.records and sampled.habit.price == 0.0 < greedy.habit.price
     rates = [decoder._pace.seen(kind).acceptance for kind in kinds]
@@ -370,11 +373,12 @@ def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
 def test_who_must_ask_the_model_does_whatever_he_could_guess():
     """A length that is measured is the width of the step: guesses beside it would make it another's."""
     guess = Plan("suffix", (1, 2, 3, 4, 5, 6), expected=(1.0, 1.9, 2.7, 3.4, 4.0, 4.5, 4.9))
-    free = Plan("model", length=1, expected=(1.0, 1.5), instead=guess)
+    free = Plan(length=1, expected=(1.0, 1.5), instead=guess)
     assert free.beside_model() == guess and free._replace(instead=Plan()).beside_model().by == "model"
+    assert free._replace(length=0).by == guess.cut(0).by == NOBODY.by == "none", "who drafts nothing does not draft"
     forced = free._replace(whole=True)
     assert forced.beside_model() == forced.without_model() == forced
-    plans = together([forced, forced._replace(instead=None)], Pace(FixedCosts(per_draft=0.5)))
+    plans = joint.together([forced, forced._replace(instead=None)], Round(2), Prices(FixedCosts(per_draft=0.5)))
     assert [(plan.by, plan.drafts) for plan in plans] == [("model", 1), ("model", 1)]
 
 
@@ -387,10 +391,10 @@ def reading(price, **options):
 
 def test_a_guess_pays_for_what_the_draft_model_then_lacks():
     """A guess that promises a little more than the model does is not worth it where the model has to read it all."""
-    pace = Pace(reading(0.1))
-    assert cascade_module.beside(2.0, 3.0, 3.0, pace) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
-    assert cascade_module.beside(2.0, 1.0, 1.0, pace) == 2.0, "one token goes in with the draft's first step"
-    assert cascade_module.beside(0.0, 1.0, 1.0, pace) == 0.0
+    missed, beside = Prices(reading(0.1)).missed, joint.beside
+    assert beside(2.0, 3.0, missed(1, 3.0)) == pytest.approx(3.0 / (1.5 + 2 * 0.1))
+    assert beside(2.0, 1.0, missed(1, 1.0)) == 2.0, "one token goes in with the draft's first step"
+    assert beside(0.0, 1.0, missed(1, 1.0)) == 0.0
     chosen = {}
     for length, price in itertools.product(("auto", 3), (0.0, 0.1, 1.0)):
         costs = reading(price, per_draft=0.2)
@@ -404,10 +408,9 @@ def test_a_guess_pays_for_what_the_draft_model_then_lacks():
 
 def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
     guess = Plan("suffix", (1, 2, 3), expected=(1.0, 1.9, 2.7, 3.4))
-    model = Plan("model", length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
+    model = Plan(length=3, expected=(1.0, 1.9, 2.7, 3.4), instead=guess)
     chosen = {}
     for price in (0.0, 0.04, 0.2):
-        pace = Pace(reading(price, per_draft=0.1))
-        pace.rows = 2
-        chosen[price] = [plan.by for plan in cascade_module.together([model, model], pace)]
+        prices = Prices(reading(price, per_draft=0.1))
+        chosen[price] = [plan.by for plan in joint.together([model, model], Round(2), prices)]
     assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2

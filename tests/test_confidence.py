@@ -83,12 +83,12 @@ def test_chances_are_counted_per_class_and_shared():
 def test_nothing_is_watched_where_a_length_is_measured_or_tried():
     pace = Pace(FixedCosts(per_draft=0.02))
     policy = AutoLength(pace)
-    pace.tick()
-    assert pace.lengths([policy], [16], 1)[0] > 0
-    assert pace.watch([policy], [16]).limits == [16]
-    pace.prices.costs._samples.clear()
-    pace.tick()
-    assert pace.lengths([policy], [16], 1) == [4] and pace.watch([policy], [16]) is None
+    this = pace.tick()
+    assert pace.lengths(this, [policy], [16])[0] > 0
+    assert pace.watch(this, [policy]).limits == [16]
+    pace.prices.costs.coverage._times.clear()
+    this = pace.tick()
+    assert pace.lengths(this, [policy], [16]) == [4] and pace.watch(this, [policy]) is None
 
 
 def settled(monkeypatch, **options):

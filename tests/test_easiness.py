@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "every position counts", Easiness, "record", "counts.record(tested, accepted)", "counts.record(9, accepted)"
     ),
-    Mutant("guesses are recorded, too", Cascade, "observe", 'self._plan.by == "model"', "True"),
+    Mutant("guesses are recorded, too", Cascade, "observe", 'choice.plan.by == "model"', "True"),
     Mutant("no factor", Cascade, "_where_it_is_as_easy", "mean * factor for", "mean for"),
 )
 

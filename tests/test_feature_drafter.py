@@ -21,8 +21,7 @@ from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine
 from leadout.errors import UsageError
-from leadout.runtime import decoder as decoder_module
-from leadout.runtime import drafters, feature_drafter, steps
+from leadout.runtime import admission, drafters, feature_drafter, steps
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import ModelDrafter
 from leadout.runtime.feature_drafter import FeatureDrafter
@@ -48,9 +47,9 @@ def plain_pair(*, context=256):
 def drafting(*prompts, engines=pair, reach=None):
     """A decoder whose models have read the prompts, and its rows."""
     made = Decoder(*engines(), costs=FixedCosts())
-    rows = [made._admit(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
+    rows = [made._admission.row(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
     made._target.reset(len(rows))
-    made._read(rows)
+    made._prefill(rows)
     made._model.reset(rows, *([] if reach is None else [reach]))
     made._model.prefill(rows)
     return made, rows
@@ -218,7 +217,7 @@ def test_the_law_is_the_target_s(rule, length, monkeypatch):
 
     def run(branches: Branches) -> tuple[int, ...]:
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
+            patch.setattr(admission, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
             draw_with_coins(patch)
             events = list(Decoder(laws.target(), laws.head()).decode([(prompt, options)]))
             return tuple(token for event in events for token, _ in event.tokens)

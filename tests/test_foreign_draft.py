@@ -218,7 +218,8 @@ def test_nothing_is_read_for_a_row_that_others_draft_for() -> None:
     pair = Copyist(target, byte_level(330), TEXT[:400])
     decoder, ids = Decoder(*pair.engines, vocabulary=pair.vocabulary), target.encode(TEXT[:60]).ids
     rows = [
-        decoder._admit(i, list(ids), Settings(draft=kind), Sample(), (), None) for i, kind in enumerate(settings.DRAFTS)
+        decoder._admission.row(i, list(ids), Settings(draft=kind), Sample(), (), None)
+        for i, kind in enumerate(settings.DRAFTS)
     ]
     model = decoder._model
     assert isinstance(model, foreign_draft.ForeignDrafter)

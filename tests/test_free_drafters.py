@@ -106,7 +106,7 @@ def test_a_row_s_own_text_goes_on_as_the_slow_search_says(text, longest):
     for end in range(1, len(text) + 1, 3):
         drafter.take(text[:end])
         naive = Naive(text[:end])
-        assert list(islice(drafter.steps(), longest)) == naive.continuation(naive.repeated(), longest)
+        assert list(islice(drafter.candidates(), longest)) == naive.continuation(naive.repeated(), longest)
 
 
 @pytest.mark.usefixtures("patient")
@@ -137,13 +137,13 @@ def test_long_contexts_learn_in_text_that_only_repeats():
     assert [automaton.confidence[automaton.next[0][7]], automaton.confidence[automaton.last]] == [suffix._HOPS, 0]
     drafter = OwnText()
     drafter.take([7] * 300)
-    assert [token for token, _ in islice(drafter.steps(), 20)] == [7] * 20
+    assert [token for token, _ in islice(drafter.candidates(), 20)] == [7] * 20
 
 
 def test_a_period_goes_on():
     for drafter in (OwnText(), NgramDrafter()):
         drafter.take([9, 1, 2, 3, 1, 2, 3, 1])
-        assert [token for token, _ in islice(drafter.steps(), 7)] == [2, 3, 1, 2, 3, 1, 2]
+        assert [token for token, _ in islice(drafter.candidates(), 7)] == [2, 3, 1, 2, 3, 1, 2]
 
 
 def test_an_edit_in_the_middle_of_a_copy_is_got_over():
@@ -151,7 +151,7 @@ def test_an_edit_in_the_middle_of_a_copy_is_got_over():
     body = list(range(10, 60))
     drafter = OwnText()
     drafter.take([*body, *body[:20], 5, *body[21:24]])
-    assert [token for token, _ in islice(drafter.steps(), 10)] == body[24:34]
+    assert [token for token, _ in islice(drafter.candidates(), 10)] == body[24:34]
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -165,7 +165,7 @@ def test_a_pool_never_matches_across_texts_nor_guesses_their_end(texts, row):
     drafter = EarlierTexts(pool)
     drafter.take(row)
     known = [tuple(text) for text in texts]
-    guess = tuple(token for token, _ in islice(drafter.steps(), 10))
+    guess = tuple(token for token, _ in islice(drafter.candidates(), 10))
     assert -1 not in guess
     if guess:  # the match and what follows it stand in one text
         matched = max(cursor.matched for cursor in drafter._cursors)
@@ -182,12 +182,12 @@ def test_the_pool_drops_the_oldest_and_keeps_the_latest():
     for text in texts:
         drafter = EarlierTexts(pool)
         drafter.take(text[:4])
-        found.append([token for token, _ in drafter.steps()] == text[4:])
+        found.append([token for token, _ in drafter.candidates()] == text[4:])
     assert found[-3:] == [True] * 3 and not any(found[:5])
     pool.add(list(range(500)))  # longer than the window: its end is kept
     drafter = EarlierTexts(pool)
     drafter.take([490, 491])
-    assert [token for token, _ in islice(drafter.steps(), 3)] == [492, 493, 494]
+    assert [token for token, _ in islice(drafter.candidates(), 3)] == [492, 493, 494]
     assert max(each.size for each in pool.generations) <= 50
 
 
@@ -204,7 +204,7 @@ def test_an_interrupt_while_a_text_is_taken_in_drops_the_texts_and_no_more(monke
     pool.add([8, 9, 8, 9])
     drafter = EarlierTexts(pool)
     drafter.take([1, 2, 8])
-    assert next(drafter.steps())[0] == 9
+    assert next(drafter.candidates())[0] == 9
 
 
 def interrupted(automaton, following, *_):
@@ -219,9 +219,9 @@ def test_a_row_s_own_text_is_bounded_and_reaches_into_the_generation_before():
     drafter.take(text)
     assert drafter._automaton.size <= 30 and drafter._older is not None and drafter._older.automaton.size == 30
     drafter.take([*text, 10, 11, 12])  # stood in the first generation
-    assert [token for token, _ in islice(drafter.steps(), 5)] == [13, 14, 15, 16, 17]
+    assert [token for token, _ in islice(drafter.candidates(), 5)] == [13, 14, 15, 16, 17]
     drafter.take([*text, 10, 11, 12, *range(2000, 2060), 10, 11, 12])  # which is gone by now
-    assert not list(islice(drafter.steps(), 1)) or next(drafter.steps())[0] != 13
+    assert not list(islice(drafter.candidates(), 1)) or next(drafter.candidates())[0] != 13
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -239,7 +239,7 @@ def test_prompt_lookup_finds_the_latest_place_of_the_longest_match(text, longest
         )
         n, source = next(places, (0, 0))
         expected = [tokens[source + i % (end - source)] for i in range(longest)] if n else []
-        assert [token for token, _ in islice(drafter.steps(), longest)] == expected
+        assert [token for token, _ in islice(drafter.candidates(), longest)] == expected
 
 
 class NaiveCounter:
@@ -281,10 +281,10 @@ def test_recycling_walks_from_token_to_token_and_says_how_sure_it_is():
     successors = Successors()
     drafter = RecyclingDrafter(successors)
     drafter.take([1, 2, 3, 1, 2, 3, 1, 2, 4, 1])
-    assert list(islice(drafter.steps(), 4)) == [(2, 2), (3, 3 + 0), (1, 6 + 1), (2, 6 + 2)]
+    assert list(islice(drafter.candidates(), 4)) == [(2, 2), (3, 3 + 0), (1, 6 + 1), (2, 6 + 2)]
     drafter.take([1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 9])
-    assert list(drafter.steps()) == []
-    assert all(evidence < len(drafter.prior) for _, evidence in islice(drafter.steps(), 50))
+    assert list(drafter.candidates()) == []
+    assert all(evidence < len(drafter.prior) for _, evidence in islice(drafter.candidates(), 50))
 
 
 class Script:
@@ -298,7 +298,7 @@ class Script:
     def take(self, tokens):
         pass
 
-    def steps(self):
+    def candidates(self):
         return iter(self._steps)
 
 

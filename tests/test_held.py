@@ -161,7 +161,7 @@ def a_draft_that_has_not_read_a_prompt_makes_up_for_it(*_: Any) -> None:
         drafter = making._model
         assert drafter is not None
         for prompt in prompts:
-            row = making._admit(0, prompt, Settings(draft="model"), Sample(), (), None)
+            row = making._admission.row(0, prompt, Settings(draft="model"), Sample(), (), None)
             drafter.reset([row])
             drafts.append((len(prompt) - 1 - drafter.unread([row]), drafter.propose([row], [3])[0].tokens))
     assert [there for there, _ in drafts] == [0, len(HISTORY), 0] and drafts[1][1] == drafts[2][1]

@@ -24,8 +24,7 @@ from support_runtime import (
 )
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
-from leadout.runtime import decoder as decoder_module
-from leadout.runtime import verify
+from leadout.runtime import admission, verify
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.noise import Noise, Purpose
 from leadout.runtime.sampling import Chain, draw
@@ -247,7 +246,7 @@ def test_a_seed_that_is_used_again_leaves_the_law_alone(rule, draft, prompt, mon
     def run(branches: Branches) -> tuple[tuple[int, ...], ...]:
         noises: dict[tuple[int, int], ScriptedNoise] = {}
         with monkeypatch.context() as patch:
-            patch.setattr(decoder_module, "Noise", lambda *key: noises.setdefault(key, ScriptedNoise(branches)))
+            patch.setattr(admission, "Noise", lambda *key: noises.setdefault(key, ScriptedNoise(branches)))
             draw_with_coins(patch)
             decoder = Decoder(*(ToyEngine(each, 3) for each in laws), costs=FixedCosts(per_draft=0.05))
             return tuple(tuple(collect(decoder.decode([request]), 1)[0][0]) for _ in range(2))
@@ -274,7 +273,7 @@ def test_a_seed_that_is_used_again_leaves_the_law_alone(rule, draft, prompt, mon
 )
 def test_a_seed_repeats_a_text_where_drafts_depend_on_nothing_else(repeats, options, monkeypatch):
     keys = []
-    monkeypatch.setattr(decoder_module, "Noise", lambda *key: keys.append(key) or Noise(*key))
+    monkeypatch.setattr(admission, "Noise", lambda *key: keys.append(key) or Noise(*key))
     decoder = Decoder(*(ToyEngine(table_law(5, seed=seed), 5) for seed in (1, 2)))
     request = [1, 2, 1, 2], Settings(max_new_tokens=20, temperature=1.0, seed=7, **options)
     texts = [collect(decoder.decode([request]), 1)[0] for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
-from test_policy import costs, next_length
+from test_policy import costs, next_length, next_round
 
 from leadout.runtime import decoder, ledger, policy, survey
 from leadout.runtime.costs import Costs
@@ -59,7 +59,7 @@ def a_length_stands_until_what_was_noted_is_entered():
     for _ in range(24):
         request.observe([(1.0, 0.95)] * next_length(pace, request))
     asked = []
-    pace._speeds = lambda *a, whole=pace._speeds: asked.append(pace._round) or whole(*a)
+    pace._speeds = lambda *a, whole=pace._speeds: asked.append(pace._rounds) or whole(*a)
     lengths = [next_length(pace, request) for _ in range(8)]
     assert len(set(lengths)) == 1 and lengths[0] > 4 and len(asked) == 2, "worked out twice in eight rounds"
     assert next_length(pace, request, limit=2) == 2 < next_length(pace, request), "where there is no room for more"
@@ -73,11 +73,9 @@ def what_is_measured_is_known_at_once():
     """Each length of the start-up measurement is asked for as often as it counts, whoever asks."""
     pace, measured = Pace(Costs()), []
     request = AutoLength(pace)
-    pace._round = 100
-    while next_length(pace, request) or pace.explores:
-        if not pace.explores:
-            break
-        measured.append(pace.lengths([request], [16], 1)[0])
+    pace._rounds = 100
+    while (this := next_round(pace, request)[0]).explores:
+        measured.append(pace.lengths(this, [request], [16])[0])
         pace.ledger.note(pace.prices.costs.record_target, 1, measured[-1] + 1, 1.0 + 0.02 * measured[-1])
         pace.ledger.note(pace.prices.costs.record_draft, 1, measured[-1], 0.02 * measured[-1])
         assert len(measured) < 20
@@ -85,7 +83,7 @@ def what_is_measured_is_known_at_once():
     pace = Pace(Costs())
     for _ in range(2):
         pace.prices.costs.record_target(1, 5, 1.0)
-    pace._round = 100
+    pace._rounds = 100
     pace.tick()
     assert not pace.ledger.due and pace.survey.wants_plain(16, 1) and pace.ledger.due
 
@@ -96,12 +94,12 @@ def a_bill_is_of_its_own_round():
     request, recorded = AutoLength(pace), []
     request.bill.record = recorded.append
     for _ in range(21):
-        next_length(pace, request)
-    pace.otherwise = 2.0
-    pace.settle([request], [3], 2, 0)
-    next_length(pace, request)
-    assert pace.otherwise == 0.0
-    pace.settle([request], [3], 2, 0)
+        this, _ = next_round(pace, request)
+    this.otherwise = 2.0
+    pace.settle(this, [request], [3], 2, 0)
+    this, _ = next_round(pace, request)
+    assert this.otherwise == 0.0
+    pace.settle(this, [request], [3], 2, 0)
     pace.enter()
     assert recorded[0] < recorded[1]
 
@@ -141,10 +139,10 @@ MUTANTS = [
     Mutant("not when a row ends", decoder.Decoder, "_retire", "len(live) < len(rows)", "False"),
     Mutant("a text that was left is lost", policy.Pace, "start", "self.enter()", "self.ledger.__init__()"),
     Mutant("once chosen", policy.Pace, "tick", "self._standing.clear()", "pass"),
-    Mutant("any room", policy.Pace, "lengths", "min(limit, MAX_DRAFT_LENGTH) for", "0 for"),
+    Mutant("any room", policy.Pace, "_choose", "min(limit, MAX_DRAFT_LENGTH) for", "0 for"),
     Mutant("measured at leisure", survey.Survey, "first_length", "self._ledger.due |= first is not None", "pass"),
     Mutant("plain at leisure", survey.Survey, "wants_plain", "self._ledger.due |= wants", "pass"),
-    Mutant("a later round's guesses", policy.Pace, "_settle", "step * otherwise", "step * self.otherwise"),
+    Mutant("another round's guesses", policy.Pace, "tick", "Round(rows, late)", "Round(rows, late, otherwise=2.0)"),
 ]
 
 

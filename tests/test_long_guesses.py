@@ -20,6 +20,7 @@ from leadout.runtime import suffix
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.free import corrected
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 
 PERIOD = 29
@@ -75,7 +76,7 @@ def test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1():
 def test_who_disagrees_is_evidence_of_its_own():
     drafter = suffix.OwnText()
     drafter.take([1, 2, 3, 4, 5, 8, 3, 4, 6, 8, 4, 7, 8, 1, 2, 3, 4])
-    assert list(islice(drafter.steps(), 2)) == [
+    assert list(islice(drafter.candidates(), 2)) == [
         (5, suffix._evidence(4, 2, 1)),  # after 3, 4 came 6, after 4 alone 7
         (8, suffix._evidence(5, 0, 1)),
     ]
@@ -101,9 +102,9 @@ def test_a_wide_step_counts_when_it_was_measured_twice():
 
 def test_a_round_of_the_model_s_is_on_the_bill_beside_a_long_guess_of_another_row():
     pace, policy = trained(0.9, FixedCosts(per_draft=0.1))
-    pace.lengths([policy], [16], 1)
+    pace.lengths(this := Round(), [policy], [16])
     before = policy.bill._squares
-    pace.settle([policy], [3], 40, 1)
+    pace.settle(this, [policy], [3], 40, 1)
     pace.enter()
     assert policy.bill._squares != before
 
@@ -130,8 +131,8 @@ MUTANTS = (
         "no bill beside a long guess",
         policy_module.Pace,
         "settle",
-        "not self._measures",
-        "not self._measures and length <= 16",
+        'this.why != "measured"',
+        'this.why != "measured" and length <= 16',
     ),
     Mutant("a bad moment is for good", costs_module.Costs, "target", "width <= _NARROW or", "True or"),
     Mutant("what was measured alone is lost", costs_module.Costs, "target", "} or known", "}"),

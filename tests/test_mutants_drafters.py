@@ -10,7 +10,7 @@ import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, free, prices, recycling, suffix, vigil
+from leadout.runtime import admission, cascade, decoder, free, joint, prices, recycling, suffix, vigil
 from leadout.runtime.settings import Settings
 
 
@@ -120,7 +120,7 @@ def the_model_is_judged_by_its_own_drafts(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "Costs", lambda: FixedCosts(per_draft=0.3))
-        patch.setattr(decoder, "Cascade", Spied)
+        patch.setattr(admission, "Cascade", Spied)
         pair = toy_pair(5, order=2)[0], toy_pair(5, order=2)[0]
         request = [([1, 2, 3], Settings(draft="auto", max_new_tokens=90, temperature=1.0, seed=3))]
         share = test_cascade.decode(request, pair=pair, eos=())[2][0].by_drafter
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant("a reader ignores splits", A, "step", "matched <= self.length[self.link[state]]", "False"),
     Mutant("a reader claims its old match", A, "step", "matched = self.length[state]", "pass"),
     Mutant("exceptions do not count", A, "_learn", "self.confidence[state] >>= 1", "pass"),
-    Mutant("matches do not grow", suffix.Cursor, "steps", "matched + 1", "matched"),
-    Mutant("the text's end stops a guess", suffix.Cursor, "steps", "if confidence[state]:", "if True:"),
+    Mutant("matches do not grow", suffix.Cursor, "candidates", "matched + 1", "matched"),
+    Mutant("the text's end stops a guess", suffix.Cursor, "candidates", "if confidence[state]:", "if True:"),
     Mutant(
         "texts run into each other", P, "add", "(*tokens[-self._window + 1 :], _END)", "tokens[-self._window + 1 :]"
     ),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
     Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
     Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(token)", "pass"),
-    Mutant("a period ends with the text", free.NgramDrafter, "steps", "i % period", "i"),
+    Mutant("a period ends with the text", free.NgramDrafter, "candidates", "i % period", "i"),
     Mutant("guesses behind a miss are counted", free.Calibrated, "score", "break", "continue"),
     Mutant("every guess was right", free.Calibrated, "score", "guessed == token)", "True)"),
     Mutant("survivals do not multiply", free.Calibrated, "look", "survival *= rates", "survival = rates"),
@@ -209,8 +209,8 @@ MUTANTS = [
     Mutant("the model before any guess", cascade.Cascade, "choose", "promised > beside(", "promised > 0 * beside("),
     Mutant("the model never", cascade.Cascade, "choose", "promised > beside(", "promised > 99 + beside("),
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
-    Mutant("no try after a rest", cascade.Cascade, "_from_model", "self._pace.explores", "False"),
-    Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "self._pace.explores", "True"),
+    Mutant("no try after a rest", cascade.Cascade, "_from_model", "this.explores", "False"),
+    Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "this.explores", "True"),
     Mutant(
         "the start-up is not measured",
         cascade.Cascade,
@@ -233,7 +233,7 @@ MUTANTS = [
     Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
     Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),
     Mutant("one slow round is the price", vigil.Habit, "record", "min(seconds, _OUTLIER * self.price)", "seconds"),
-    Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._told - 1", "len(tokens) - 1"),
+    Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._known - 1", "len(tokens) - 1"),
     Mutant(
         "siblings sleep too",
         cascade.Cascade,
@@ -244,20 +244,20 @@ MUTANTS = [
     Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
     Mutant(
         "guesses leave the model nothing to read",
-        cascade,
+        joint,
         "beside",
-        " + pace.prices.missed(pace.rows, written)",
+        " + missed",
         "",
     ),
-    Mutant("a batch leaves it nothing to read", cascade, "together", "speed >= alone", "speed >= pace.otherwise"),
-    Mutant("one token a row is missed", cascade, "together", "max(promised)", "1.0"),
+    Mutant("a batch leaves it nothing to read", joint, "together", "speed >= alone", "speed >= this.otherwise"),
+    Mutant("one token a row is missed", joint, "together", "max(promised)", "1.0"),
     Mutant("what it missed is saved", cascade.Cascade, "_savings", " - missed", ""),
-    Mutant("it misses what it would not read", cascade.Cascade, "_savings", "if self._otherwise else 0.0", ""),
+    Mutant("it misses what it would not read", cascade.Cascade, "_savings", "/ rows if promised else 0.0", "/ rows"),
     Mutant("a fixed length is cut", cascade.Cascade, "_best_guess", "not whole or", "True or"),
     Mutant("answers are not remembered", cascade.Cascade, "finish", "self._commons.pool.add(tokens)", "pass"),
-    Mutant("a seed of the past survives", D, "forget", "self._commons = Commons()", "pass"),
+    Mutant("a seed of the past survives", admission.Admission, "forget", "self.commons = Commons()", "pass"),
     Mutant("the model is judged by others' drafts", D, "_extend", 'if draft.by == "model":', "if True:"),
-    Mutant("a fixed draft is cut", cascade.Plan, "cut", "self.whole or", "False or"),
+    Mutant("a fixed draft is cut", joint.Plan, "cut", "self.whole or", "False or"),
     Mutant("the model's call wipes out guesses", D, "_propose", "new if n else old", "new"),
     Mutant("a moved row leaves its draft cache", D, "_retire", "self._drafting.move(len(live), place)", "pass"),
     Mutant(

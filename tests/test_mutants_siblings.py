@@ -7,7 +7,7 @@ import pytest
 import test_siblings
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import cascade, decoder, drafters, family, noise, siblings
+from leadout.runtime import admission, cascade, decoder, drafters, family, noise, siblings
 
 
 def turns(count=40):
@@ -91,14 +91,16 @@ MUTANTS = [
     Mutant("a family grows for ever", F, "extend", "> _MOST", "< 0"),
     Mutant("an answer drafts from itself", S, "_count", "texts & ~self._text", "texts"),
     Mutant("the minority is drafted", S, "_count", "> most", ">= most"),
-    Mutant("matches do not grow", S, "steps", "matched + 1", "matched"),
-    Mutant("a match keeps its length", S, "steps", "hops + 1\n            matched = family.length[state]", "hops + 1"),
+    Mutant("matches do not grow", S, "candidates", "matched + 1", "matched"),
+    Mutant(
+        "a match keeps its length", S, "candidates", "hops + 1\n            matched = family.length[state]", "hops + 1"
+    ),
     Mutant("dissent is not told apart", siblings, "_evidence", "if ways == 1", "if True"),
     Mutant("the prompt is taken for the answer's", S, "take", "len(tokens)\n    for", "0\n    for"),
     Mutant(
         "a round's tokens are told when the row guesses", D, "_extend", "row.cascade.take(row.sequence.tokens)", "pass"
     ),
-    Mutant("all answers share one stream", D, "_stream", "sample.number + (", "0 + ("),
+    Mutant("all answers share one stream", admission.Admission, "_stream", "sample.number + (", "0 + ("),
     Mutant("streams overlap with seeds", noise.Noise, "__init__", "seed | stream << 64", "seed + stream"),
     Mutant(
         "every call's answers are siblings",

@@ -15,6 +15,7 @@ from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import ModelDrafter
 from leadout.runtime.parallel_drafter import ParallelDrafter
 from leadout.runtime.policy import Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
@@ -33,7 +34,7 @@ def drafting(*prompts, mask=MASK, context=256):
     """A drafter that has read the prompts' ends, and its rows."""
     making = Decoder(*engines(mask=mask, context=context), costs=FixedCosts())
     settings = Settings(draft="model", max_new_tokens=99)
-    rows = [making._admit(i, list(prompt), settings, Sample(), (), None) for i, prompt in enumerate(prompts)]
+    rows = [making._admission.row(i, list(prompt), settings, Sample(), (), None) for i, prompt in enumerate(prompts)]
     making._model.reset(rows)
     making._model.prefill(rows)
     making._model._stepper.engine.calls.clear()
@@ -131,15 +132,16 @@ def texts_are_the_target_s(*_):
 def a_watched_draft_is_cut_and_never_longer_than_what_was_asked(*_):
     pace = Pace(FixedCosts(per_draft=0.5, per_token=0.1))
     auto = policy.AutoLength(pace)
-    pace._length = 3
-    one, whole = (pace.watch([auto], [99], at_once=at_once) for at_once in (False, True))
-    assert one.limits == [16] and whole.limits == [6] and pace.watch([auto], [4], at_once=True).limits == [4]
+    this = Round(limits=[99], length=3)
+    one, whole = (pace.watch(this, [auto], at_once=at_once) for at_once in (False, True))
+    assert one.limits == [16] and whole.limits == [6]
+    assert pace.watch(Round(limits=[4], length=3), [auto], at_once=True).limits == [4]
     for _ in range(2):
         one.saw(0, 0.3)
         whole.saw(0, 0.3)
     assert whole.more(2) and not one.more(2), "only the target's step is still to be paid for"
     drafter, (row,) = drafting(LONG)
-    whole = pace.watch([auto], [99], at_once=True)
+    whole = pace.watch(this, [auto], at_once=True)
     whole.more = lambda length: 0 < length < 4
     (draft,) = drafter.propose([row], whole.limits, whole)
     assert len(draft.tokens) == len(draft.classes) == 4 and drafter.steps == 6, "the step was as wide as was asked"
@@ -204,9 +206,9 @@ MUTANTS = [
         "self._choose(row, draft, logits[b][place])",
         "self._choose(row, draft, logits[b][0])",
     ),
-    Mutant("a watched draft is as long as any", policy.Pace, "watch", "2 * self._length", "99"),
+    Mutant("a watched draft is as long as any", policy.Pace, "watch", "2 * this.length", "99"),
     Mutant(
-        "masks are paid for twice", policy.Pace, "watch", "self.prices.without_model(self.rows) if at_once else ", ""
+        "masks are paid for twice", policy.Pace, "watch", "self.prices.without_model(this.rows) if at_once else ", ""
     ),
     Mutant("one place off", steps.Stepper, "_ending", "np.arange(max(counts))", "np.arange(max(counts)) - 1"),
 ]

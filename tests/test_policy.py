@@ -12,6 +12,7 @@ from leadout.runtime.costs import Costs, Step, context_bucket
 from leadout.runtime.gain import cap, pays
 from leadout.runtime.kinds import GREEDY
 from leadout.runtime.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from leadout.runtime.verify import happened
 
@@ -40,12 +41,17 @@ def trained(acceptance, table, *, rounds=400, seed=0, **options):
     return pace, policy
 
 
-def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
-    """The length of a new round, the same for all requests."""
-    pace.tick()
-    lengths = pace.lengths(policies, [limit] * len(policies), len(policies))
+def next_round(pace, *policies, limit=MAX_DRAFT_LENGTH):
+    """A new round, and the length of its drafts, the same for all requests."""
+    this = pace.tick(len(policies))
+    lengths = pace.lengths(this, policies, [limit] * len(policies))
     assert len(set(lengths)) == 1
-    return lengths[0]
+    return this, lengths[0]
+
+
+def next_length(pace, *policies, limit=MAX_DRAFT_LENGTH):
+    """The length of a new round."""
+    return next_round(pace, *policies, limit=limit)[1]
 
 
 # Optimal lengths for independent acceptance at a marginal cost d a token (draft + verify), from the closed form.
@@ -97,10 +103,11 @@ def test_one_length_serves_the_rows_of_a_step():
     (pace, good), poor = trained(0.9, table), AutoLength(Pace(table))
     for _ in range(60):
         poor.observe(happened(1, 0))
-    alone = pace.lengths([good], [16], 2)[0]
-    both = pace.lengths([good, poor], [16, 16], 2)
+    alone = pace.lengths(Round(2), [good], [16])[0]
+    both = pace.lengths(Round(2), [good, poor], [16, 16])
     assert both[0] == both[1] and 0 < both[0] <= alone
-    assert pace.lengths([good, good], [16, 2], 2)[1] == 2 and pace.lengths([FixedLength(3), good], [16, 16], 2)[0] == 3
+    assert pace.lengths(Round(2), [good, good], [16, 2])[1] == 2
+    assert pace.lengths(Round(2), [FixedLength(3), good], [16, 16])[0] == 3
 
 
 def test_a_new_request_starts_from_what_the_earlier_ones_showed():
@@ -148,20 +155,20 @@ def test_costs_are_middles_and_between_widths_lines():
 
 def test_the_start_up_measures_each_width_twice():
     table, lengths = Costs(), []
-    while (length := table.first_length(16)) is not None:
+    while (length := table.coverage.first_length(16)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
     assert lengths == [4, 4, 0, 0, 2, 2, 1, 1, 3, 3, 8, 8]
-    assert Costs().first_length(3) == Costs().first_length(0) == 0
+    assert Costs().coverage.first_length(3) == Costs().coverage.first_length(0) == 0
 
 
 def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely():
     table = Costs()
-    while (length := table.first_length(16)) is not None:
+    while (length := table.coverage.first_length(16)) is not None:
         table.record_target(1, length + 1, 9.0)
     asked = []
     for i in range(2000):
-        length = table.first_length(16)
+        length = table.coverage.first_length(16)
         asked += [] if length is None else [(length, i)]
         table.record_target(1, 1 + (length or 0), 1.0)
     assert [length for length, _ in asked] == [4, 2, 1, 3, 8] * 3, "no draft at all is used all the time"
@@ -174,7 +181,7 @@ def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely()
 def test_a_batch_is_measured_for_itself_at_each_doubling():
     table, lengths = Costs(), []
     for rows in (1, 16, 9, 8, 5, 2):
-        while (length := table.first_length(16, rows, narrowest=2)) is not None:
+        while (length := table.coverage.first_length(16, rows, narrowest=2)) is not None:
             lengths.append((rows, length))
             table.record_target(rows, max(length + 1, 2), 1.0)
     assert lengths[10:] == [(16, 1), (16, 3), (9, 1), (9, 3), (5, 1), (5, 3), (2, 1), (2, 3)], "no step is narrower"
@@ -241,7 +248,7 @@ def test_a_table_on_disk_stands_in_for_the_start_up_until_it_is_outvoted():
     first = costs(per_draft=0.1)
     first.record_host(1, 0.25)
     again = Costs(first.measured())
-    assert again.first_length(16) is None and not again.counts
+    assert again.coverage.first_length(16) is None and not again.counts
     assert (again.target(1), again.draft(1), again.host(1)) == (first.target(1), first.draft(1), first.host(1))
     again.record_host(1, 1.0)
     assert again.host(1) < 0.3, "an outlier"
@@ -255,11 +262,11 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
     for width in (1, 2, 5):
         table.record_target(1, width, 1.0 + 0.1 * width)
         table.record_target(1, width, 2.0 + 0.2 * width, 300)
-    assert table.plain(1, 1) == table.target(1)[1] == 1.1 and table.lacks_plain(1)
+    assert table.plain(1, 1) == table.target(1)[1] == 1.1 and table.coverage.lacks_plain(1)
     for seconds in (1.1, 1.1, 1.1, 1.1, 0.6, 1.0, 0.8):  # the last three count
-        assert table.plain(1, 1) == 1.1 and table.lacks_plain(1), "of two the less is by chance"
+        assert table.plain(1, 1) == 1.1 and table.coverage.lacks_plain(1), "of two the less is by chance"
         table.record_target(1, 1, seconds, drafts=False, modelled=False)
-    assert table.plain(1, 1) == 0.8 and not table.lacks_plain(1) and table.lacks_plain(4)
+    assert table.plain(1, 1) == 0.8 and not table.coverage.lacks_plain(1) and table.coverage.lacks_plain(4)
     assert table.plain(1, 1, 300) == pytest.approx(1.6), "as much less as here"
     table.record_target(1, 5, 1.5, drafts=True, modelled=False)
     assert table.counts[Step("plain", 1, 0, 1)] == 3, "a guess was verified: no plain step"
@@ -268,10 +275,10 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
     assert table.counts[Step("plain", 1, 0, 1)] == 3
     for _ in range(256):
         table.record_target(1, 5, 1.5)
-    assert table.lacks_plain(1), "long ago"
+    assert table.coverage.lacks_plain(1), "long ago"
     for seconds in (1.1, 1.1, 1.1, 1.1, 0.7):
         table.record_target(1, 1, seconds, drafts=False, modelled=False)
-    assert table.plain(1, 1) == pytest.approx(math.sqrt(0.8 * 0.7)) and not table.lacks_plain(1), (
+    assert table.plain(1, 1) == pytest.approx(math.sqrt(0.8 * 0.7)) and not table.coverage.lacks_plain(1), (
         "once it was known, one measurement renews it"
     )
 
@@ -279,7 +286,7 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
 def test_a_plain_step_is_measured_where_it_decides():
     clear, unclear = Pace(costs(per_draft=0.05)), Pace(costs(per_draft=0.5))
     for pace in (clear, unclear):
-        pace.prices.costs._samples[1, 0] = 0
+        pace.prices.costs.coverage._times[1, 0] = 0
         pace.prices.costs.disturb()
         row = AutoLength(pace)
         assert next_length(pace, row) > 0
@@ -337,8 +344,7 @@ def test_a_bad_beginning_is_no_reason_to_rest_for_a_whole_text(rows, drafted):
     each = [AutoLength(pace) for _ in range(rows)]
     lengths = []
     for _ in range(16):
-        pace.tick()
-        lengths += pace.lengths(each, [16] * rows, rows)[:1]
+        lengths.append(next_length(pace, *each))
         for row in each:
             row.observe([(1.0, 0.0)] if lengths[-1] else [])
     assert all(lengths[:drafted]) and not any(lengths[drafted:])

@@ -27,7 +27,7 @@ LONG = [(3 * i * i + i) % VOCAB for i in range(60)]
 def drafting(prompt=LONG):
     """A drafter whose drafts depend on all that it has read, and a row for it."""
     making = Decoder(*toy_pair(VOCAB, context=256))
-    row = making._admit(0, prompt, Settings(draft="model", max_new_tokens=99), Sample(), (), None)
+    row = making._admission.row(0, prompt, Settings(draft="model", max_new_tokens=99), Sample(), (), None)
     return making._model, row
 
 
@@ -140,7 +140,7 @@ def ahead_of_the_target_it_reads_no_other_text(*_):
 
 def beyond_its_context_it_goes_on_from_the_end(*_):
     making = Decoder(toy_pair(VOCAB, context=256)[0], toy_pair(VOCAB, context=70)[1])
-    row = making._admit(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
+    row = making._admission.row(0, LONG, Settings(draft="model", max_new_tokens=120), Sample(), (), None)
     drafter = making._model
     drafter.reset([row], 50)
     assert drafter.unread([row]) == 35, "half of its context"
@@ -179,7 +179,7 @@ def what_is_read_pays(*_):
     pace = Pace(costs(per_draft=0.1))
     auto, fixed = AutoLength(pace), FixedLength(3)
     assert pace.reach([auto], 64) == pytest.approx(3 * math.sqrt(64 * 20), abs=1), "what it costs is not known"
-    pace.told([auto], 100, 2.0)
+    pace.read([auto], 100, 2.0)
     assert pace.reach([auto], 64) == pytest.approx(3 * math.sqrt(64 / 0.02), abs=1)
     assert pace.reach([auto], 256) == pytest.approx(2 * pace.reach([auto], 64), abs=1)
     assert pace.reach([auto], 1) == 32

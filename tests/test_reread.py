@@ -10,9 +10,11 @@ from test_mutants import Mutant, must_die
 from leadout.engines.priced import Clock, Priced
 from leadout.engines.toy import ToyEngine
 from leadout.runtime import cascade, costs, decoder, policy, prices, stats, tune
-from leadout.runtime.cascade import Cascade, Commons, beside
+from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
+from leadout.runtime.joint import beside
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 
 VOCAB = MASK = 13  # the mask is an id that no text has
@@ -86,9 +88,8 @@ def rounds_pay_for_what_they_leave_to_be_read(*_):
     assert [again.prices.again(2, written) for written in (1.0, 3.0)] == pytest.approx([0.0, 0.4])
     assert [once.prices.missed(1, written) for written in (1.0, 3.0)] == pytest.approx([0.0, 0.2])
     assert [again.prices.missed(1, written) for written in (1.0, 3.0)] == pytest.approx([0.1, 0.3])
-    assert beside(2.0, 3.0, 3.0, once) == pytest.approx(3 / 1.7) and beside(2.0, 3.0, 3.0, again) == pytest.approx(
-        3 / 1.8
-    )
+    promised = [beside(2.0, 3.0, pace.prices.missed(1, 3.0)) for pace in (once, again)]
+    assert promised == pytest.approx([3 / 1.7, 3 / 1.8])
 
 
 def who_rereads_promises_less(*_):
@@ -102,7 +103,7 @@ def who_rereads_promises_less(*_):
         request = AutoLength(pace)
         for _ in range(100):
             request.observe([(1.0, 0.5)])
-        rests.append(not pace.lengths([request], [16], 1)[0])
+        rests.append(not pace.lengths(Round(), [request], [16])[0])
     assert rests == [False, False, False, True], "one that is right half of the time"
 
 
@@ -115,7 +116,7 @@ def its_drafts_beside_guesses_weigh_it(*_):
         made = Cascade(Settings(draft="auto"), Commons(), pace, request)
         seconds = pace.prices.with_model(1)
         seconds[1:3] = 1.5, 1.7
-        length, speed = made._where_it_is_as_easy(2, 2, 1)
+        length, speed = made._where_it_is_as_easy(Round(), 1.0, 2, 2)
         chosen.append((length, speed))
     assert chosen == [(2, pytest.approx(2.6 / 1.7)), (1, pytest.approx(2.2 / (1.5 + 1.2)))]
 

@@ -138,7 +138,7 @@ def drafter_of(settings: Settings, prompts: list[list[int]]) -> Any:
     decoder = Decoder(*toy_pair(11))
     drafter = decoder._model
     assert isinstance(drafter, drafters.ModelDrafter)
-    rows = [decoder._admit(i, prompt, settings, Sample(seed=i), (), None) for i, prompt in enumerate(prompts)]
+    rows = [decoder._admission.row(i, prompt, settings, Sample(seed=i), (), None) for i, prompt in enumerate(prompts)]
     drafter.reset(rows)
     drafter.prefill(rows)
     return drafter, rows

@@ -27,9 +27,9 @@ from test_api import PROMPT, make
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
+from leadout.runtime import admission, siblings
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import family as family_module
-from leadout.runtime import siblings
 from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
@@ -113,7 +113,7 @@ def test_a_family_knows_who_went_on_how_after_every_string(prompt, texts, order)
 def test_an_answer_goes_on_where_most_of_the_others_went(prompt, texts, order):
     _, drafters, done, naive = written(prompt, texts, order)
     for i, drafter in enumerate(drafters):
-        assert list(itertools.islice(drafter.steps(), 7)) == naive.continuation(done[i], 2 << i, 7)
+        assert list(itertools.islice(drafter.candidates(), 7)) == naive.continuation(done[i], 2 << i, 7)
 
 
 def test_the_majority_is_drafted_and_dissent_is_told_apart():
@@ -121,13 +121,13 @@ def test_the_majority_is_drafted_and_dissent_is_told_apart():
     drafters = [SiblingsDrafter(family) for _ in range(5)]
     for drafter in drafters:
         drafter.take(prompt)
-    assert list(drafters[4].steps()) == [], "in step with each other, nobody knows more"
+    assert list(drafters[4].candidates()) == [], "in step with each other, nobody knows more"
     for drafter, text in zip(drafters, ([3, 4], [3, 5], [3, 4], [6]), strict=False):
         drafter.take([*prompt, *text])
-    assert list(drafters[4].steps()) == [(3, 4 * 1 + 2), (4, 4 * 1 + 2)]
+    assert list(drafters[4].candidates()) == [(3, 4 * 1 + 2), (4, 4 * 1 + 2)]
     drafters[4].take([*prompt, 6])
-    assert list(drafters[4].steps()) == []
-    assert all(evidence < len(SiblingsDrafter.prior) == 24 for _, evidence in drafters[3].steps())
+    assert list(drafters[4].candidates()) == []
+    assert all(evidence < len(SiblingsDrafter.prior) == 24 for _, evidence in drafters[3].candidates())
 
 
 def test_an_answer_that_repeats_itself_has_one_vote():
@@ -136,7 +136,7 @@ def test_an_answer_that_repeats_itself_has_one_vote():
     for drafter, text in zip(drafters, ([1, 2, 1, 2, 1, 2, 1, 2, 0], [1, 3, 0], [1, 3, 0], [7, 1]), strict=True):
         drafter.take([9])
         drafter.take([9, *text])
-    assert next(drafters[3].steps()) == (3, 2), "two of three"
+    assert next(drafters[3].candidates()) == (3, 2), "two of three"
 
 
 def test_a_family_is_bounded_and_what_has_no_room_is_not_guessed(monkeypatch):
@@ -146,7 +146,7 @@ def test_a_family_is_bounded_and_what_has_no_room_is_not_guessed(monkeypatch):
     for end in range(100):
         for drafter in drafters:
             drafter.take([1, 2, 3, *range(10, 10 + end)])
-    assert len(family.next) <= 40 and list(drafters[0].steps()) == []
+    assert len(family.next) <= 40 and list(drafters[0].candidates()) == []
 
 
 def test_streams_of_a_seed_are_apart_and_the_first_is_the_seed_s_own():
@@ -200,7 +200,7 @@ def test_two_answers_that_draft_from_each_other_are_independent_draws_from_the_l
         with monkeypatch.context() as patch:
             noises = {}
             patch.setattr(
-                decoder_module,
+                admission,
                 "Noise",
                 lambda seed, stream=0: noises.setdefault(stream, ScriptedNoise(branches)),
             )
@@ -227,9 +227,9 @@ def test_rows_of_a_round_know_as_much_of_each_other_whoever_guesses_first(monkey
             super().__init__(family)
             made.append(self)
 
-        def steps(self):
+        def candidates(self):
             seen.append(tuple(each._taken for each in made))
-            return super().steps()
+            return super().candidates()
 
     monkeypatch.setattr("leadout.runtime.cascade.SiblingsDrafter", Spied)
     texts, stats = answers(3, draft="siblings", max_new_tokens=20)

@@ -7,9 +7,9 @@ import math
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
-from test_policy import next_length
+from test_policy import next_round
 
-from leadout.runtime import costs, drafters, policy, prices, typical
+from leadout.runtime import costs, coverage, drafters, policy, prices, typical
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
@@ -23,8 +23,8 @@ def measured(*, per_draft, kept, rows=1):
     pace = Pace(table)
     requests = [AutoLength(pace) for _ in range(rows)]
     for _ in range(14):
-        length = next_length(pace, *requests)
-        if pace.explores:
+        this, length = next_round(pace, *requests)
+        if this.explores:
             lengths.append(length)
             table.record_target(rows, length + 1, 1.0 + 0.02 * length)
             table.record_draft(rows, length, per_draft * length)
@@ -46,7 +46,7 @@ def a_batch_asks_for_less():
 
 def all_is_measured_where_nobody_says_what_is_best():
     table, lengths = Costs(), []
-    while (length := table.first_length(3)) is not None:
+    while (length := table.coverage.first_length(3)) is not None:
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
     assert lengths == [0, 0, 2, 2, 1, 1, 3, 3]
@@ -59,8 +59,8 @@ def one_measurement_renews_what_a_plain_step_takes():
         table.record_target(1, 1, 2.0, drafts=False, modelled=False)
     for _ in range(300):
         table.record_target(1, 5, 1.5)
-    assert table.lacks_plain(1) and table.plain(1, 1) == 2.0
-    while table.lacks_plain(1):
+    assert table.coverage.lacks_plain(1) and table.plain(1, 1) == 2.0
+    while table.coverage.lacks_plain(1):
         table.record_target(1, 1, 1.0, drafts=False, modelled=False)
     assert table.plain(1, 1) == pytest.approx(math.sqrt(2.0))
     table.record_target(1, 1, 1.0, drafts=False, modelled=False)
@@ -81,11 +81,11 @@ def tries(reading):
     """Rounds in which a draft is tried that does not pay, lacks ever more, and takes ``reading`` a prompt's token."""
     pace = Pace(FixedCosts(per_draft=5.0))
     request = AutoLength(pace)
-    pace.told([request], 10, 10 * reading)
+    pace.read([request], 10, 10 * reading)
     found = []
     for number in range(400):
-        pace.tick(late=lambda number=number: number)
-        found += [number] if pace.lengths([request], [16], 1)[0] else []
+        this = pace.tick(late=lambda number=number: number)
+        found += [number] if pace.lengths(this, [request], [16])[0] else []
         if found:
             request.observe(happened(1, 0))
     return found
@@ -98,14 +98,14 @@ def what_was_missed_has_a_price_before_it_was_measured():
 def test_a_few_tokens_do_not_say_what_a_prompt_s_take():
     pace, prices = Pace(FixedCosts()), []
     for tokens, seconds in ((0, 1.0), (3, 6.0), (20, 10.0), (3, 6.0), (0, 1.0)):
-        pace.told([], tokens, seconds)
+        pace.read([], tokens, seconds)
         prices.append(pace.prices.reading)
     assert prices == [0.0, 2.0, 0.5, 0.5, 0.5]
 
 
 def equal_prompts_are_read_once():
     one = Decoder(*toy_pair(9))
-    one._tell = lambda rows: 12.0
+    one._prefill_draft = lambda rows: 12.0
     prompts = [[1, 2, 3, 4, 5]] * 3 + [[1, 2, 3]]
     collect(one.decode([(prompt, Settings(max_new_tokens=2, draft="model")) for prompt in prompts]), len(prompts))
     assert one._pace.prices.reading == 2.0
@@ -120,19 +120,16 @@ CHECKS = [
     what_was_missed_has_a_price_before_it_was_measured,
     equal_prompts_are_read_once,
 ]
+C = coverage.Coverage
 MUTANTS = [
-    Mutant("all lengths are measured", costs.Costs, "first_length", "best is not None and", "False and"),
-    Mutant("one length says it all", costs.Costs, "first_length", ">= _ROUGHLY", ">= 1"),
-    Mutant("the nearest length is the first", costs.Costs, "first_length", "abs(length - seems)", "length"),
-    Mutant(
-        "what is known is measured again", costs.Costs, "first_length", "[near] if near in lacking else []", "[near]"
-    ),
+    Mutant("all lengths are measured", C, "first_length", "best is not None and", "False and"),
+    Mutant("one length says it all", C, "first_length", ">= _ROUGHLY", ">= 1"),
+    Mutant("the nearest length is the first", C, "first_length", "abs(length - seems)", "length"),
+    Mutant("what is known is measured again", C, "first_length", "[near] if near in lacking else []", "[near]"),
     Mutant("what was long ago outvotes what is", typical.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
     Mutant("one bad moment ends all drafting", costs.Costs, "record_target", "even=plain", "even=False"),
     Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),
-    Mutant(
-        "what is long ago holds", costs.Costs, "record_target", "place in self._used and self._stale(place)", "False"
-    ),
+    Mutant("what is long ago holds", C, "renews", "return stale", "return False"),
     Mutant("nothing is hoped for", policy.Pace, "_joint", "requests, rows, _HOPE", "requests, rows, -4.0"),
     Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),
     Mutant(

@@ -15,6 +15,7 @@ from leadout.runtime.bench import Bench
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 from leadout.runtime.tempo import Tempo
 from leadout.runtime.tune import Tuner
@@ -205,7 +206,7 @@ def what_is_timed_outside_counts_at_the_usual_pace():
     for _ in range(40):
         drafted(table, 3, 3.0)
     pace = Pace(table)
-    pace.told([], 20, 60.0)
+    pace.read([], 20, 60.0)
     assert pace.prices.reading == pytest.approx(1.0, rel=0.15)
     settled = []
     with pytest.MonkeyPatch.context() as patch:
@@ -241,7 +242,7 @@ def a_bill_gives_the_benefit_of_the_doubt():
         pace = Pace(table)
         request = AutoLength(pace)
         request.bill.record = recorded.append
-        pace.settle([request], [3], 2, 0)
+        pace.settle(Round(), [request], [3], 2, 0)
         pace.enter()
         return recorded[0], pace.prices.without_model(1)[0]
 
@@ -299,8 +300,8 @@ MUTANTS = [
         "slow guesses are dear ones",
         cascade.Cascade,
         "take",
-        "self._pace.prices.costs.usual(self._spent)",
-        "self._spent",
+        "self._pace.prices.costs.usual(",
+        "(",
     ),
     Mutant("doubt stays", C, "doubt", "self._compared[rows.bit_length()]", "1"),
     Mutant(

@@ -114,7 +114,7 @@ def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
     for step, times in sweep.costs.counts.items():
         widths[step.width] += times * (step.part == "target")
     del widths[1]  # of the draft and the host
-    assert set(widths) == set(range(2, 18)) and sweep.rounds == sum(widths.values())
+    assert set(widths) == set(range(2, 18)) and sweep.lengths.rounds == sum(widths.values())
     assert max(widths.values()) <= 3 * min(widths[width] for width in range(3, 17)), widths
     known = {cost.part for cost in sweep.costs.measured()}
     assert known == {*PARTS} - {"plain", "catch-up"}, "it drafts in nearly every round"
@@ -232,7 +232,7 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path) -> N
     assert list(report["drafts"]["1"]) == ["the bundle's own", str(bundle)]
     with load(bundle, threads=1) as pair:
         assert pair.note == "" and {cost.rows for cost in pair.known} >= {1, 2}
-        assert pair.decoder.costs.first_length(16) is None and pair.decoder.costs.target(1) is not None
+        assert pair.decoder.costs.coverage.first_length(16) is None and pair.decoder.costs.target(1) is not None
     assert run("generate", bundle, "-p", "x", "--max-new-tokens", 2, "--threads", 1).stderr.count("tuned.json") == 0
     for other in (("--threads", 2), ("--threads", 1, "--draft-threads", 2)):
         assert "does not know" in run("generate", bundle, "-p", "x", "--max-new-tokens", 2, *other).stderr

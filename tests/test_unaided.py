@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime import kinds, unaided
-from leadout.runtime.cascade import Plan
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.joint import Plan
 from leadout.runtime.kinds import Kind
 from leadout.runtime.settings import Settings
 from leadout.runtime.unaided import Unaided
@@ -91,9 +91,9 @@ def the_model_is_compared_with_it(*_):
                 for _ in range(40):
                     chooser._experience.unaided.record(promised, 1.0, seconds)
         plan = choose(chooser, 9, 9)
-        assert plan.by == by and chooser._pace.otherwise > 1.0 / 5.0, (kind, seconds)
+        assert plan.by == by and chooser._choice.this.otherwise > 1.0 / 5.0, (kind, seconds)
         if by == "fixed":
-            assert chooser._pace.otherwise > 3.0, "the draft model's bill knows it, too"
+            assert chooser._choice.this.otherwise > 3.0, "the draft model's bill knows it, too"
 
 
 def a_round_of_the_model_is_gone_over(*_):
@@ -103,8 +103,8 @@ def a_round_of_the_model_is_gone_over(*_):
     prompt = [1, 2, *collect(text, 1)[0][0]]
     assert kinds.repeats(prompt)
     decoder = Decoder(*toy_pair(11, share=0.0, order=1), costs=FixedCosts(per_draft=1e-6, per_token=0.02))
-    experience = decoder._commons.experience(Kind(repeats=True))
-    assert experience.unaided is not None and decoder._commons.experience(Kind()).unaided is None
+    experience = decoder._admission.commons.experience(Kind(repeats=True))
+    assert experience.unaided is not None and decoder._admission.commons.experience(Kind()).unaided is None
     experience.unaided.record = lambda *given: records.append(given)
     experience.unaided.speed = lambda promised, guess: 1e-9  # the model it is
     _, last = collect(decoder.decode([(prompt, Settings(draft="auto", max_new_tokens=60))]), 1)
@@ -119,7 +119,7 @@ def it_is_gone_over_from_its_beginning(*_):
     chooser, _ = cascade([99], model=True)
     texts, found = [], Unaided()
     chooser._drafters[0].drafter.take = lambda tokens: texts.append(list(tokens))
-    chooser._told, chooser._plan, chooser._promised = 3, Plan("model", instead=Plan()), 1.0
+    chooser._known, chooser._choice.plan = 3, Plan(instead=Plan())
     found.record = lambda *given: texts.append(given)
     chooser._replay([1, 2, 3, 4, 5, 6], found)
     assert texts[:-1] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]], "what stood there when a step began, and no more"

@@ -98,8 +98,7 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
     chooser.take(text)
     for _ in range(4):
         assert not heard
-        chooser._pace.tick()
-        chooser.choose(text, 8, 0, 0, 1)
+        chooser.choose(chooser._pace.tick(), text, 8, 0, 0)
         chooser.observe([text[-1]], [9], np.zeros((1, 50), np.float32))
         text.append(9)
         chooser.take(text)
@@ -113,14 +112,14 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     assert chooser._savings([2], 1) == pytest.approx(-0.4)
     assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.4), "three rows wait"
     assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.1)
-    chooser._otherwise = 2.0
+    chooser._choice.otherwise = 2.0
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
     chooser._pace.prices.missed = lambda rows, written: 0.1 * (written - 1)
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
     assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
-    chooser._otherwise = 0.0
+    chooser._choice.otherwise = 0.0
     assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4), "nobody would have read them"
 
 
@@ -137,8 +136,7 @@ def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
     chooser.take(text)
     heard = []
     for _ in range(30):
-        chooser._pace.tick()
-        assert not chooser.choose(text, 8, 0, 0, 1).tokens
+        assert not chooser.choose(chooser._pace.tick(), text, 8, 0, 0).tokens
         heard.append(listener.heard == len(text))
         chooser.observe([text[-1]], [len(text) + 1], np.zeros((1, 50), np.float32))
         text.append(len(text) + 1)
@@ -154,11 +152,10 @@ def test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep():
     rows = [type(chooser)(Settings(draft="auto"), commons, chooser._pace, None, family) for _ in range(2)]
     for row in rows:
         row.take([1, 2])
-        row._asked = False
     rows[0].take([1, 2, 3, 4])
     rows[1].take([1, 2, 3])
     siblings = next(each for each in rows[1]._drafters if each.drafter.name == "siblings")
-    assert [token for token, _ in siblings.drafter.steps()][:1] == [4]
+    assert [token for token, _ in siblings.drafter.candidates()][:1] == [4]
 
 
 def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
@@ -168,10 +165,10 @@ def test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for():
     for _ in range(40):
         bad.observe(happened(1, 0))
     chooser._model = bad
-    chooser._pace.tick()
-    chooser._pace.lengths([good, bad], [16, 16], 2)
-    plan = chooser.choose([1], 16, 16, 3, 2)
-    assert not chooser._pace.explores and plan.by == "fixed"
+    this = chooser._pace.tick(2)
+    chooser._pace.lengths(this, [good, bad], [16, 16])
+    plan = chooser.choose(this, [1], 16, 16, 3)
+    assert not this.explores and plan.by == "fixed"
 
 
 def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
@@ -181,7 +178,7 @@ def test_texts_stay_the_target_s_with_drafters_that_sleep_and_wake(monkeypatch):
     for sampling in ({}, {"temperature": 0.8, "seed": 7}):
         plain = decode([(prompt, Settings(draft="none", max_new_tokens=70, **sampling)) for prompt in prompts], eos=())
         maker = Decoder(*toy_pair(order=2))
-        maker._commons.experience(Kind(sampling.get("temperature", 0.0) > 0)).habit.price = 1e9
+        maker._admission.commons.experience(Kind(sampling.get("temperature", 0.0) > 0)).habit.price = 1e9
         found = decode(
             [(p, Settings(draft="auto", max_new_tokens=70, **sampling)) for p in prompts], decoder=maker, eos=()
         )

@@ -77,7 +77,7 @@ def test_prices_are_of_the_width_that_the_target_steps_with_now() -> None:
         Mutant(
             "all begin at once", decoder_module.Decoder, "decode", "self._run(admitted)", "self._run([admitted()].pop)"
         ),
-        Mutant("a try of the last rows", policy.Pace, "abstains", "len(policies)", "self.rows"),
+        Mutant("a try of the last rows", policy.Pace, "abstains", "len(policies)", "self._rows"),
     ],
     ids=lambda mutant: mutant.bug,
 )

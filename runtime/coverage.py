@@ -1,0 +1,78 @@
+"""Decides which draft lengths are measured whatever they promise: those whose steps were measured too seldom, or too
+long ago. (What they took is for ``Costs`` to know.)"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+# The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
+# doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
+_FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
+LONGEST_FIRST = max(_FIRST_ALONE[0])
+# Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
+# always as fast; the next time after twice as many, up to 16 times.
+_STALE, _DOUBLINGS = 256, 4
+# Measurements of plain steps before they are known: of two the less would count, and stay where drafting pays.
+PLAIN_KNOWN = 3
+PLAIN = 0  # where plain steps are counted among the widths
+
+
+class Coverage:
+    """How often the target's steps were measured, and in which round last: by doublings of rows and by width, those
+    without a draft while no draft model runs as ``PLAIN``, too."""
+
+    def __init__(self) -> None:
+        self._times: Counter[tuple[int, int]] = Counter()
+        self._last: dict[tuple[int, int], int] = {}
+        self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
+        self._round = 0
+
+    def believe(self, rows: int, width: int, times: int) -> None:
+        """A table on disk stands for so many measurements."""
+        self._times[rows.bit_length(), width] += times
+
+    def renews(self, rows: int, width: int) -> bool:
+        """Whether the measurement that is being made replaces one that is stale."""
+        place = rows.bit_length(), width
+        if stale := place in self._last and self._stale(place):
+            self._renewed[place] += 1
+        return stale
+
+    def record(self, rows: int, *widths: int) -> None:
+        """A round's step was measured, which counts among these widths."""
+        self._round += 1
+        size = rows.bit_length()
+        for width in widths:
+            self._times[size, width] += 1
+            self._last[size, width] = self._round
+
+    def times(self, rows: int, width: int) -> int:
+        """How often such a step was measured."""
+        return self._times[rows.bit_length(), width]
+
+    def lacks_plain(self, rows: int) -> bool:
+        """Whether a plain step was hardly measured with about so many rows, or long ago."""
+        return self.times(rows, PLAIN) < PLAIN_KNOWN or self._stale((rows.bit_length(), PLAIN))
+
+    def first_length(
+        self, limit: int, rows: int = 1, narrowest: int = 1, best: Callable[[], int] | None = None
+    ) -> int | None:
+        """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
+        it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
+        target steps with. ``best`` says which length seems to be, as far as is known: once two are measured, only what
+        is near to it is worth measuring (without it, all)."""
+        lengths, times = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
+        places = {length: (rows.bit_length(), max(length + 1, narrowest)) for length in lengths}
+        known = {place for place in places.values() if self._times[place] >= times}
+        legal = [length for length in lengths if length <= limit]
+        lacking = [length for length in legal if places[length] not in known]
+        if best is not None and lacking and len(known) >= _ROUGHLY:
+            seems = best()
+            near = min(legal, key=lambda length: abs(length - seems))
+            lacking = [near] if near in lacking else []
+        stale = (length for length in legal if self._times[places[length]] and self._stale(places[length]))
+        return lacking[0] if lacking else next(stale, None)
+
+    def _stale(self, place: tuple[int, int]) -> bool:
+        return self._round - self._last.get(place, 0) > _STALE << min(self._renewed[place], _DOUBLINGS)

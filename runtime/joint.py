@@ -1,0 +1,88 @@
+"""Decides what becomes of the rows' plans where rows share a step: whose draft is cut, who goes without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .gain import BY_DRAFTS, BY_GUESSES, cap, worth
+from .prices import Prices
+from .rounds import Round
+
+
+class Plan(NamedTuple):
+    """Who drafts for a row this round: the free drafter called ``guesser`` its ``tokens``, or the draft model
+    ``length`` of them. Without either it is nobody, whatever else the plan says.
+
+    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost, which must not be
+    done to one that is ``whole``. ``instead`` is what the row would do where the others' plans make this one a bad one.
+    """
+
+    guesser: str = "none"
+    tokens: Sequence[int] = ()
+    length: int = 0
+    expected: Sequence[float] = (1.0,)
+    whole: bool = False
+    instead: Plan | None = None
+
+    @property
+    def by(self) -> str:
+        """The name of who drafts."""
+        return "model" if self.length else self.guesser if self.tokens else "none"
+
+    @property
+    def drafts(self) -> int:
+        """How many tokens are going to be drafted."""
+        return self.length or len(self.tokens)
+
+    @property
+    def promises(self) -> float:
+        """Tokens of the round."""
+        return self.expected[min(self.drafts, len(self.expected) - 1)]
+
+    def cut(self, longest: int) -> Plan:
+        """The same with at most ``longest`` drafts, if it may be cut."""
+        if self.whole or self.drafts <= longest:
+            return self
+        return self._replace(tokens=self.tokens[:longest], length=min(self.length, longest))
+
+    def without_model(self) -> Plan:
+        """What the row does where the draft model is not asked, if it need not be."""
+        return (self.instead or NOBODY) if self.length and not self.whole else self
+
+    def beside_model(self) -> Plan:
+        """What the row does where the draft model is asked anyway, for others: who must draft so many does."""
+        return self.instead if not self.whole and self.instead and self.instead.promises > self.promises else self
+
+
+NOBODY = Plan()
+
+
+def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Plan]:
+    """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
+    draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
+    than pays for all."""
+    if not any(plan.drafts for plan in plans):
+        return plans
+    speed, with_model = _cut([plan.beside_model() for plan in plans], prices)
+    this.otherwise, without = _cut([plan.without_model() for plan in plans], prices)
+    promised = [plan.promises for plan in without]
+    alone = beside(this.otherwise, worth(promised, BY_GUESSES), prices.missed(this.rows, max(promised)))
+    return with_model if speed >= alone else without
+
+
+def beside(speed: float, tokens: float, missed: float) -> float:
+    """Tokens a second of a round without the draft model, which then lacks what a row of it wrote: the seconds that the
+    model takes for what it ``missed`` are of that round's making. ``speed`` is that of its ``tokens`` alone."""
+    return tokens / (tokens / speed + missed) if speed else 0.0
+
+
+def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
+    """What ``plans`` are worth a second where they are cut best, and so cut."""
+    rows, modelled = len(plans), any(plan.length for plan in plans)
+    seconds = prices.with_model(rows) if modelled else prices.without_model(rows)
+    ahead = BY_DRAFTS if modelled else BY_GUESSES
+    wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
+    fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
+    speed, longest = cap(wanted, seconds, fixed, ahead)
+    return speed, [plan.cut(longest) for plan in plans]
