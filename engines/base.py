@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bundle import ModelEntry
+
 Tokens = NDArray[np.int64]
 LogitArray = NDArray[np.float32]
 Tops = tuple[Tokens, LogitArray]  # the ids and logits of the k largest, largest first
@@ -91,6 +93,23 @@ class ModelSpec:
     features: int = 0
     reads_features: bool = False
     recurrent: bool = False
+
+    @classmethod
+    def of(cls, entry: ModelEntry, narrowest: int, *, trees: bool) -> ModelSpec:
+        """That of a bundle's model in the dialect ``slots``."""
+        kept = entry.recurrence
+        return cls(
+            entry.vocab_size,
+            entry.max_context,
+            **({} if kept is None else {"max_step": kept.widest, "max_verify": kept.widest}),
+            precision=entry.precision,
+            narrowest=narrowest,
+            trees=trees,
+            mask_token=entry.mask_token,
+            features=entry.features or 0,
+            reads_features=entry.reads_features,
+            recurrent=kept is not None,
+        )
 
     def chunk(self, rows: int) -> int:
         """Tokens of a prompt that one step brings each of ``rows`` rows."""

@@ -19,11 +19,11 @@ from .providers import first_line
 from .rounding import even_from, uneven
 from .sessions import Sessions
 from .tensorrt.cuda import Cuda
-from .trails import Trails, Turn
+from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, without_equal_bits
 
-_KEPT_STEPS, _EVEN_WIDTH = 32, 2
-_KEPT_TURNS = 8  # times as many, where what is read again makes a step another
+_KEPT_STEPS, _KEPT_TURNS = 32, 256  # bindings; the latter where what is read again makes a step another
+_EVEN_WIDTH = 2
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
 
@@ -66,24 +66,14 @@ class SlotEngine:
         self._kept = entry.recurrence
         if self._kept is not None and provider != "cpu":
             raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
-        self._spec = ModelSpec(
-            entry.vocab_size,
-            entry.max_context,
-            **({} if self._kept is None else {"max_step": self._kept.widest, "max_verify": self._kept.widest}),
-            precision=entry.precision,
-            narrowest=self._narrowest(),
-            trees=provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants),
-            mask_token=entry.mask_token,
-            features=entry.features or 0,
-            reads_features=entry.reads_features,
-            recurrent=self._kept is not None,
-        )
+        trees = provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
+        self._spec = ModelSpec.of(entry, self._narrowest(), trees=trees)
         self._places = np.arange(entry.max_context)
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
         self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int, Turn], Step]] = {}  # graphs
         self._cache: list[Buffer] = []
-        self._trails: Trails | None = None
+        self._trails = Trails(self._kept, 0)
         self._variant, self._batch, self._capacity = "", 0, 0
         self._flat, self._least_width = np.zeros(0, np.float32), np.array([_EVEN_WIDTH])
         self._cuda: Cuda | None = None
@@ -161,7 +151,7 @@ class SlotEngine:
         rows, width = tokens.shape
         longest = self._check_room(width, past_lens)
         self._pages.settle()
-        turn = (0, 0) if self._trails is None else self._trails.turn(past_lens.tolist(), width)
+        turn = self._trails.turn(past_lens.tolist(), width)
         step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0, turn)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
@@ -173,8 +163,7 @@ class SlotEngine:
                 np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
         if logit_index is not None:
             step.logit_index[...] = logit_index
-        if self._trails is not None:
-            step.anchors[...] = self._trails.anchors[:rows]
+        step.anchors[...] = self._trails.anchors[:rows]
         return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
@@ -184,8 +173,8 @@ class SlotEngine:
         if end > self._capacity or end > self._row_limit:
             index = np.full((1, 1), width - 1, np.int64) if some else None
             return self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), index)
-        if (step := self._steps.get((1, width, 1 if some else None, 0, (0, 0)))) is None:
-            step = self._step(1, width, 1 if some else None, 0, (0, 0))
+        if (step := self._steps.get((1, width, 1 if some else None, 0, NO_TURN))) is None:
+            step = self._step(1, width, 1 if some else None, 0, NO_TURN)
         step.past_lens[0] = past_len
         if some:
             step.logit_index[0, 0] = width - 1
@@ -215,7 +204,7 @@ class SlotEngine:
         """See TreeEngine.forward_tree."""
         rows, width = tokens.shape
         self._check_room(width, past_lens)
-        step = self._step(rows, width, None, sees.shape[2], (0, 0))
+        step = self._step(rows, width, None, sees.shape[2], NO_TURN)
         step.tokens[...] = tokens
         step.past_lens[...] = past_lens
         step.sees[...] = sees
@@ -231,12 +220,11 @@ class SlotEngine:
 
     def commit(self, lengths: Sequence[int]) -> None:
         """See CommittingEngine.commit."""
-        if self._trails is not None:
-            self._trails.commit(lengths)
+        self._trails.commit(lengths)
 
     def earliest(self, row: int) -> int:
         """See CommittingEngine.earliest."""
-        return 0 if self._trails is None else self._trails.anchors[row]
+        return self._trails.anchors[row]
 
     def _narrowest(self) -> int:
         """The least width whose steps the graphs in use were made to let round like all wider ones."""
@@ -290,8 +278,7 @@ class SlotEngine:
             self.graphs = False
             self._sessions.refuse_graphs(first_line(error))
             return again()
-        if self._trails is not None:
-            self._trails.took(step.past_lens.tolist(), step.tokens.shape[1])
+        self._trails.took(step.past_lens.tolist(), step.tokens.shape[1])
         if step.logits is not None:
             return step.logits
         assert self._device_logits is not None
@@ -324,8 +311,7 @@ class SlotEngine:
         fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
         if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
             self.even = True
-            if self._trails is not None:
-                self._trails.restart()
+            self._trails.restart()
             return
         self._open(variant)
         self._release()
@@ -334,7 +320,7 @@ class SlotEngine:
         self._batch, self._capacity = batch, bucket(1, variant)
         shape = batch, buffer_slots(self._capacity, variant)
         self._cache = fresh_cache(self._model.entry, self._session, shape, self._zeros)
-        self._trails = None if self._kept is None else Trails(self._kept, batch)
+        self._trails = Trails(self._kept, batch)
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
@@ -344,8 +330,7 @@ class SlotEngine:
                 raise EngineError(f"row {row} is not one of the engine's {self._batch} (0 to {self._batch - 1})")
         for buffer in self._cache:
             buffer.copy_row(source, destination)
-        if self._trails is not None:
-            self._trails.copy_row(source, destination)
+        self._trails.copy_row(source, destination)
 
     def close(self) -> None:
         """See Engine.close."""
@@ -374,11 +359,7 @@ class SlotEngine:
         return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
-        if self._pinned in ONE_ROW and batch > 1:
-            raise EngineError(f"variant '{self._pinned}' takes one row, not {batch}: use variant 'grouped' or 'auto'")
-        if self._pinned != "auto":
-            return self._pinned
-        return choose(self._model.entry.variants, batch, self._provider, self._alone)
+        return choose(self._model.entry.variants, batch, self._provider, self._alone, self._pinned)
 
     def _open(self, variant: str, *, branching: bool = False) -> Any:
         """See Sessions.open. Raises EngineError where the engine is closed, too."""
@@ -407,9 +388,8 @@ class SlotEngine:
         elif (size := int(np.prod(shape))) > self._flat.size:
             self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)
             self._forget_steps()
-        if len(self._steps) >= _KEPT_STEPS * (
-            1 if self._trails is None else _KEPT_TURNS
-        ):  # a prompt's width seldom comes again, a draft's does
+        if len(self._steps) >= (_KEPT_STEPS if self._kept is None else _KEPT_TURNS):
+            # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
         tree = branching(self._variant, self._model.entry.variants)
         session = self._open(tree, branching=True) if seen else self._session
@@ -419,8 +399,7 @@ class SlotEngine:
             step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
         elif self.graphs and not seen:
             self._recorded += step.name_graph(self._recorded)
-        beside = () if self._trails is None else self._trails.bindings(turn[1])
         on_device = (store.address, self._spec.vocab_size) if (store := self._device_logits) else None
-        step.bind(self._cache, on_device, beside)
+        step.bind(self._cache, on_device, self._trails.bindings(turn[1]))
         self._steps[rows, width, wanted, seen, turn] = step
         return step

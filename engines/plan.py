@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..bundle import ModelEntry
+from ..bundle import ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from .base import MAX_STEP, ModelSpec
 from .memory import bucket
@@ -105,7 +105,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "grouped")
     number = _bytes_of_numbers(model, load)
-    chunk = MAX_STEP if load.built else ModelSpec(model.vocab_size, model.max_context).chunk(load.batch)
+    chunk = MAX_STEP if load.built else ModelSpec.of(model, narrowest=1, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))
     hidden = _hidden(model)
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
@@ -114,7 +114,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     kept = (model.features or 0) + sum(c.heads * (c.key_dim + c.value_dim) for c in model.cache)  # numbers a slot
     return Memory(
         weights=_weights(model, load),
-        cache=grown * load.batch * slots * number * kept,
+        cache=grown * load.batch * slots * number * kept + load.batch * _beside(model.recurrence),
         logits=load.batch * (load.draft_length + 1) * model.vocab_size * 4,
         steps=int(load.batch * width * number * (_LIVE * hidden + scores)),
     )
@@ -149,6 +149,14 @@ def _bytes_of_numbers(model: ModelEntry, load: Load) -> int:
     return 2 if model.dtype == "float16" else 4
 
 
+def _beside(recurrence: Recurrence | None) -> int:
+    """What a row keeps beside its slots: trails, and states twice (``trails.py``)."""
+    if recurrence is None:
+        return 0
+    states = sum(state.heads * state.key_dim * state.value_dim for state in recurrence.states)
+    return 4 * (recurrence.slots * sum(recurrence.trails) + 2 * states)
+
+
 def _weights(model: ModelEntry, load: Load) -> int:
     if load.built:
         table = min(model.parameters, int(model.vocab_size * _hidden(model)))  # the embedding stays 16 bits wide
@@ -167,5 +175,6 @@ def _weights(model: ModelEntry, load: Load) -> int:
 
 def _hidden(model: ModelEntry) -> float:
     """The hidden size of a Llama with this many parameters: two tables of V x h, and 12 h^2 in each layer."""
-    a, b = 12 * len(model.cache), 2 * model.vocab_size
+    recurrent = 0 if model.recurrence is None else len(model.recurrence.states or model.recurrence.trails)
+    a, b = 12 * (len(model.cache) + recurrent), 2 * model.vocab_size
     return (-b + math.sqrt(b * b + 4 * a * model.parameters)) / (2 * a)

@@ -19,22 +19,25 @@ from ..errors import EngineError
 from .memory import HostBuffer
 
 Turn = tuple[int, int]  # how many tokens of the trails a step reads again, which of two buffers has the states
+NO_TURN: Turn = (0, 0)
 _NOWHERE = sys.maxsize  # the anchor of a row that is being changed: it can but begin anew
 
 
 class Trails:
-    """What ``rows`` rows of a model with ``recurrence`` keep beside their slots, in float32 on the host.
+    """What ``rows`` rows of a model with ``recurrence`` keep beside their slots, in float32 on the host (None: nothing,
+    and nothing is ever asked of it).
 
     A trail is a ring: the token at position i stands in slot i modulo its length. States are in one of two buffers
     while a step writes the other, and ``_at`` names buffer and anchors together: a step that fails, or is interrupted,
     has changed nothing that counts.
     """
 
-    def __init__(self, recurrence: Recurrence, rows: int) -> None:
-        self._kept, self._rows = recurrence, rows
+    def __init__(self, recurrence: Recurrence | None, rows: int) -> None:
+        self._rows, self._there = rows, recurrence is not None
+        self._kept = kept = recurrence or Recurrence(0, 0, ())
         float32 = np.dtype(np.float32)
-        self._trails = [HostBuffer((rows, 1, recurrence.slots, width), float32) for width in recurrence.trails]
-        shapes = [(rows, state.heads, state.key_dim, state.value_dim) for state in recurrence.states]
+        self._trails = [HostBuffer((rows, 1, kept.slots, width), float32) for width in kept.trails]
+        shapes = [(rows, state.heads, state.key_dim, state.value_dim) for state in kept.states]
         self._states = [[HostBuffer(shape, float32) for shape in shapes] for _ in range(2)]
         self._at = 0, (0,) * rows
         self._committed = [0] * rows
@@ -56,6 +59,8 @@ class Trails:
     def turn(self, past: Sequence[int], width: int) -> Turn:
         """What a step of ``width`` tokens a row on ``past`` reads. Raises EngineError for a length behind an anchor,
         and for a step too wide for the trails."""
+        if not self._there:
+            return NO_TURN
         if width > self._kept.widest:
             raise EngineError(f"a step of {width} tokens exceeds the {self._kept.widest} that recurrent layers take")
         for row, length in enumerate(past):
@@ -64,13 +69,15 @@ class Trails:
                     raise EngineError(f"row {row} cannot go back to {length} tokens: {self.anchors[row]} are committed")
                 self._begin(row)
         if not self._kept.states:
-            return 0, 0
+            return NO_TURN
         behind = max(length - anchor for length, anchor in zip(past, self.anchors, strict=False))
         return 1 << max(0, behind - 1).bit_length(), self._at[0]
 
     def took(self, past: Sequence[int], width: int) -> None:
         """The step was taken: the states that it wrote stand at ``past``. They are taken over where that is committed,
         or where the trails might not hold a widest step beside what is behind."""
+        if not self._there:
+            return
         side, anchors = self._at
         behind = max(length - anchor for length, anchor in zip(past, anchors, strict=False))
         full = behind + width > self._kept.widest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ..errors import EngineError
 from .base import ONE_ROW
 
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
@@ -14,9 +15,13 @@ SOONEST, ROUNDING_ALIKE, WITHOUT_REST = ("gqa", "grouped"), ("gqa_even", "groupe
 _SMALL = 1 << 25
 
 
-def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str]) -> str:
-    """For ``rows`` rows on ``provider``, of the variants that a bundle has; ``alone`` is what one row on a CPU takes,
-    best first."""
+def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:
+    """For ``rows`` rows on ``provider``, of the variants that a bundle has, ``pinned`` unless that is "auto"; ``alone``
+    is what one row on a CPU takes, best first. Raises EngineError for a pinned one that takes fewer rows."""
+    if pinned in ONE_ROW and rows > 1:
+        raise EngineError(f"variant '{pinned}' takes one row, not {rows}: use variant 'grouped' or 'auto'")
+    if pinned != "auto":
+        return pinned
     if provider not in ("cpu", "cuda"):
         return "canonical"
     wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else WITHOUT_REST

@@ -15,10 +15,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..bundle import ModelEntry
-from .capture import capture, kept
+from .capture import capture
 from .checkpoint import Checkpoint
 from .eagle import FeatureHead
 from .golden import Truth
+from .kept import kept
 from .pairing import Ids
 from .parity import check_graph
 from .passes import pack, simplify

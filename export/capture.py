@@ -12,7 +12,6 @@ import ast
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import sys
 import warnings
@@ -22,28 +21,22 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel, cache_utils
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..bundle import CacheShape, Recurrence
 from ..errors import ExportError
 from .eagle import FeatureHead, tapped
 from .experts import arrange
+from .kept import cache_name, graph_layers
 from .lowerings import lowered, symbolic
-from .recurrent import Memory, TrailLayer, evenly, recurring
+from .recurrent import Memory, evenly, recurring
 from .sinks import RAW_SCORES, SCORES
 from .stored import Standins
 
 OPSET = 24
 NAME = "leadout_slots"
-Uncached: type = getattr(cache_utils, "DummyLayer", type(None))  # a layer that keeps nothing (transformers 5.24)
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what modules import that compute attention by the interface
 WRAPPER = "model."  # DecoderGraph's attribute, in front of every module path
 
@@ -56,55 +49,6 @@ class _Step:
     position_ids: Tensor | None = None
     past_lens: Tensor | None = None
     memory: Memory = dataclasses.field(default_factory=Memory)
-
-
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's buffer, [B, Hkv, M, D]; ``update`` writes the new rows at each row's own length."""
-
-    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.past_lens = keys, values, past_lens
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers are inputs of the graph."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._write(self.keys, key_states), self._write(self.values, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        return 0  # positions always come from position_ids
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        return symbolic(
-            "TensorScatter", (buffer, new, self.past_lens), {"axis": 2, "mode": "linear"}, like=buffer, version=24
-        )
-
-
-class SlotAndTrailLayer(SlotLayer, TrailLayer):
-    """A layer that attends and keeps a state, side by side."""
-
-    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
-        SlotLayer.__init__(self, keys, values, past_lens)
-
-
-class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
-    """The same while shapes are found out."""
-
-    def __init__(self, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
-        DynamicLayer.__init__(self)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        DynamicLayer.lazy_initialization(self, *args, **kwargs)
 
 
 class DecoderGraph(nn.Module):  # type: ignore[misc]
@@ -138,7 +82,7 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
         beside = {} if features_in is None else {"features": features_in}
         self.step.position_ids, self.step.past_lens = position_ids, past_lens
         self.step.memory.begin(past_lens, anchors, replayed, trails, states)
-        spread, layers = self._layers(past, past_lens)
+        spread, layers = graph_layers(self.model, past, past_lens, self.step.memory)
         # Some older models size a position bias from the mask; elsewhere it is dead code and vanishes.
         everything = torch.ones(input_ids.shape[0], past[0].shape[2], dtype=torch.long)
         taps = () if self.reader is None else self.reader.config.taps
@@ -154,32 +98,6 @@ class DecoderGraph(nn.Module):  # type: ignore[misc]
         caches = (tensor for layer in layers for tensor in (layer.keys, layer.values))
         given = [out.hidden_states] if beside else [] if self.reader is None else [self.reader.feature(streams)]
         return (out.logits, *caches, *self.step.memory.new_trails, *self.step.memory.new_states, *given)
-
-    def _layers(self, past: list[Tensor], past_lens: Tensor) -> tuple[list[Any], list[SlotLayer]]:
-        """A cache's layers, and those of them that attend."""
-        buffers = iter(zip(past[::2], past[1::2], strict=True))
-        memory, spread = self.step.memory, list[Any]()
-        for kind in _kinds(self.model):
-            if isinstance(kind, Uncached):
-                spread.append(kind)
-            elif not isinstance(kind, LinearAttentionCacheLayerMixin):
-                spread.append(SlotLayer(*next(buffers), past_lens))
-            elif isinstance(kind, CacheLayerMixin):
-                spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory))
-            else:
-                spread.append(TrailLayer(memory))
-        spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
-        return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
-
-
-def cache_name(model: nn.Module) -> str:
-    """What the model's ``forward`` calls its cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _kinds(model: PreTrainedModel) -> list[Any]:
-    """The layers that transformers' own cache of this model has; none where it makes them as it goes."""
-    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
 
 
 @contextlib.contextmanager
@@ -301,33 +219,6 @@ def _set_experts(model: PreTrainedModel, name: str | None) -> str | None:
     if model._can_set_experts_implementation() and name is not None:
         model.set_experts_implementation(name)
     return before
-
-
-def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
-    """What the model keeps of a text, measured with one eager step: every attending layer's cache, but of those that
-    read another's (Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for what no length can
-    rewind."""
-    memory, layers = Memory(), _kinds(model)
-    for i, layer in enumerate(layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
-    cache = Cache(layers=layers) if layers else DynamicCache()
-    with torch.no_grad(), recurring(model, memory):
-        model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{cache_name(model): cache})
-    shapes = []
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, Uncached) or type(layer) is TrailLayer:
-            continue
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.shape[-2] != 2:
-            raise ExportError(
-                f"{type(model).__name__}: layer {index} keeps a {type(layer).__name__}, which cannot be rolled back"
-                " by length; speculation needs a model that attends to all of its past"
-            )
-        shapes.append(CacheShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    if not shapes:
-        raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
-    return tuple(shapes), memory.recurrence()
 
 
 def capture(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -120,7 +121,7 @@ def hybrid_of(model: PreTrainedModel, attending: int) -> PreTrainedModel:
 @click.option("--experts", type=int, default=0, help="Copies of each MLP. [default: no mixture]")
 @click.option("--experts-per-token", type=int, default=2, show_default=True, help="How many of them take a token.")
 @click.option("--state-spaces", is_flag=True, help="The extra layers keep a state instead of attending.")
-def main(source: Path, destination: Path, **shape: int) -> None:
+def main(source: Path, destination: Path, **shape: Any) -> None:
     """Grow SOURCE (a Llama-like checkpoint) into DESTINATION."""
     click.echo(f"{write_grown(source, destination, **shape):,} parameters")
 

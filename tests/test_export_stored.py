@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from leadout.export import stored  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
-from leadout.export.capture import capture, kept  # noqa: E402
+from leadout.export.capture import capture  # noqa: E402
 from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
+from leadout.export.kept import kept  # noqa: E402
 from leadout.export.stored import NARROW, Standins, Stored, keep_stored, narrow_type  # noqa: E402
 
 # Every way there is to hold weights and to reach them: joined, turned round, scaled when looked up, stacked, merged.

@@ -18,6 +18,7 @@ from leadout.bundle import Model, Recurrence  # noqa: E402
 from leadout.engines import open_engine, ort  # noqa: E402
 from leadout.engines.base import CommittingEngine  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
+from leadout.engines.plan import Load, plan  # noqa: E402
 from leadout.engines.tensorrt.buildable import require_buildable  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
@@ -202,14 +203,12 @@ def test_a_row_whose_copy_is_interrupted_begins_anew(model: Model, monkeypatch: 
     for past in (0, 8):
         engine.commit([past, past])
         engine.forward(rows[:, past : past + 8], at(past, past))
-    trails = engine._trails
-    assert trails is not None
 
     def stops(source: int, destination: int) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trails._trails[-1], "copy_row", stops)
+        patch.setattr(engine._trails._trails[-1], "copy_row", stops)
         engine.copy_row(0, 1)
     with pytest.raises(EngineError, match="row 1 cannot go back to 16 tokens"):
         engine.forward(rows[:, 16:18], at(16, 16))
@@ -290,6 +289,18 @@ def test_what_was_committed_is_what_is_read_again(models: dict[str, Model]) -> N
         text = [*text, *(token for token, _ in event.tokens)]
     target.close()
     draft.close()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_its_memory_is_planned(model: Model, rows: int) -> None:
+    engine = SlotEngine(model)
+    engine.reset(rows)
+    engine.reserve(204)
+    held = [*engine._cache, *(buffer for side in (0, 1) for *_, buffer in engine._trails.bindings(side))]
+    found = {id(buffer): buffer.array.nbytes for buffer in held}  # type: ignore[union-attr]
+    load = Load(provider="cpu", batch=rows, draft_length=4, context=200)
+    assert plan(model.entry, load).cache == sum(found.values())
+    engine.close()
 
 
 def test_what_it_cannot_do_is_refused_by_name(models: dict[str, Model]) -> None:
