@@ -18,7 +18,17 @@ import onnx_ir as ir
 from ..bundle import ModelEntry, file_entry
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
-from .checkpoint import Checkpoint, context_length, load, other_reading, quiet, read_config, save_texts, vocabulary
+from .checkpoint import (
+    Checkpoint,
+    context_length,
+    is_recurrent,
+    load,
+    other_reading,
+    quiet,
+    read_config,
+    save_texts,
+    vocabulary,
+)
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
@@ -83,9 +93,11 @@ def export_pair(
     context = context_length(configs["target"], max_context)
     tokens, head = vocabulary(str(target), configs["target"]), None
     _require_logits(tokens)
+    _check_halves(configs["target"], "precision", [precision])
     if choice is not None:
         head = None if choice.itself else read_head(require_there(choice.source), configs["target"])
         configs["draft"] = read_config(choice.source) if head is None else head.config
+        _check_halves(configs["draft"], "draft-precision", choice.precisions)
         draft_ids = _ids_of(choice, head, configs["draft"], tokens, draft_vocabulary, calibration)
         mask = _checked_mask(choice, head, configs["draft"], mask_token, draft_ids, progress)
         if mask is not None and draft_precision is None:
@@ -137,6 +149,12 @@ def _check_asked(
         raise UsageError("mask-token is that of a draft with a checkpoint of its own, and none was given")
     if draft_vocabulary is None and calibration:
         raise UsageError("calibration texts are for draft-vocabulary, which was not given")
+
+
+def _check_halves(config: Any, option: str, precisions: Sequence[str]) -> None:
+    """Raise UsageError for recurrent layers in half precision: their states are in float32 everywhere."""
+    if "fp16" in precisions and is_recurrent(config):
+        raise UsageError(f"{option} fp16: {config.model_type} has recurrent layers; they take fp32, int8 or int4")
 
 
 def _ids_of(

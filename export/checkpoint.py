@@ -287,7 +287,7 @@ def _refusal(config: Any) -> str | None:
     """Why no canonical graph can be made of this architecture, or None."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = set(getattr(text, "layer_types", None) or ())
+    kinds = _kinds(config)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; Leadout runs decoders"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -296,7 +296,7 @@ def _refusal(config: Any) -> str | None:
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
     if kinds == {"linear_attention"}:
         return "all of its layers keep recurrent state; Leadout runs those that have attention beside such layers"
-    if _is_recurrent(config, kinds) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
+    if is_recurrent(config) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
         return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
     if (method := _method(config)) not in (None, _WIDENED):
         return f"its weights are quantised ({method}); export the original checkpoint"
@@ -312,9 +312,14 @@ def _method(config: Any) -> str | None:
     return str(method or "by an unknown method")
 
 
-def _is_recurrent(config: Any, kinds: set[str]) -> bool:
-    """Whether layers of these ``kinds`` (none: it does not say) keep state: a class that may have such need not."""
-    if kinds and kinds <= _ATTENTION:
+def _kinds(config: Any) -> set[str]:
+    """Of layers; none where the configuration does not say."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some of its layers keep state: a class that may have such need not."""
+    if (kinds := _kinds(config)) and kinds <= _ATTENTION:
         return False
     mapping = AutoModelForCausalLM._model_mapping
     return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))

@@ -185,7 +185,7 @@ def crossings(engine: Engine, tokens: NDArray[np.int64], widths: Sequence[int]) 
         engine.reserve(end)
         while past < start:
             step = min(start - past, engine.spec.max_step)
-            engine.forward(row[:, past : past + step], np.array([past], np.int64))
+            engine.forward(row[:, past : past + step], np.array([past], np.int64), np.zeros((1, 1), np.int64))
             past += step
         wide = np.array(engine.forward(row[:, start:end], np.array([start], np.int64))[0])
         for width in widths:

@@ -9,7 +9,7 @@ import click
 from .options import BUNDLE
 
 if TYPE_CHECKING:
-    from ..bundle import Bundle, ModelEntry
+    from ..bundle import Bundle, ModelEntry, Recurrence
 
 
 @click.command("inspect")
@@ -56,9 +56,18 @@ def describe(model: ModelEntry) -> dict[str, str]:
         "graph": f"{model.dialect}: {', '.join(model.variants)}",
         "vocabulary": str(model.vocab_size),
         "context": str(model.max_context),
-        "cache": f"{len(model.cache)} layers of {', '.join(shapes)}",
+        "cache": "; ".join([f"{len(model.cache)} layers of {', '.join(shapes)}", *_recurrent(model.recurrence)]),
         "end of text": ", ".join(map(str, model.eos_token_ids)),
         "size": f"{size / 1e6:.1f} MB in {len(model.variants) + len(model.files)} files",
         "parity": "\n".join(f"{name} {value:.1e}" for name, value in model.parity.items()),
         "note": model.note,
     }
+
+
+def _recurrent(kept: Recurrence | None) -> list[str]:
+    """What there is to say of layers that keep states, or convolutions' inputs alone."""
+    if kept is None:
+        return []
+    shapes = sorted({f"{state.heads} x {state.key_dim} x {state.value_dim}" for state in kept.states})
+    states = f"{len(kept.states)} states of {', '.join(shapes)}, " if kept.states else ""
+    return [f"{states}{len(kept.trails)} trails of {kept.slots} tokens"]

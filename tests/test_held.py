@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant("the draft keeps more", drafters.ModelDrafter, "reset", "[held] *", "[held + 1] *"),
     Mutant("few are enough", held.Held, "common", "same >= _LEAST", "True"),
     Mutant("caches are not forgotten", steps.Stepper, "forget", "self._held = Held()", "pass"),
-    Mutant("all is read again", steps.Stepper, "resume", "if held:", "if held and False:"),
+    Mutant("all is read again", steps.Stepper, "resume", "if held >=", "if False and held >="),
 ]  # fmt: skip
 
 

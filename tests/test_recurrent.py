@@ -3,7 +3,9 @@ and taken back, its logits are those of reading it once."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,10 @@ from leadout.engines.plan import Load, plan  # noqa: E402
 from leadout.engines.tensorrt.buildable import require_buildable  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
+from leadout.export.build import export_pair  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.settings import Settings  # noqa: E402
+from leadout.scripts.cmd_inspect import describe  # noqa: E402
 
 # A short convolution; the gated delta rule; a state space beside attention in one layer; a state space of its own.
 NAMES = ("lfm2", "qwen3_5", "falcon_h1", "granite_4_h")
@@ -301,6 +305,27 @@ def test_its_memory_is_planned(model: Model, rows: int) -> None:
     load = Load(provider="cpu", batch=rows, draft_length=4, context=200)
     assert plan(model.entry, load).cache == sum(found.values())
     engine.close()
+
+
+def test_inspect_tells_what_is_kept(models: dict[str, Model]) -> None:
+    assert describe(models["qwen3_5"].entry)["cache"] == (
+        "1 layers of 2 x 16; 3 states of 4 x 16 x 24, 6 trails of 131 tokens"
+    )
+    assert describe(models["lfm2"].entry)["cache"] == "2 layers of 2 x 16; 2 trails of 130 tokens"
+
+
+@pytest.mark.parametrize("option", ["precision", "draft_precision"])
+def test_half_precision_is_refused_before_anything_is_read(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, option: str
+) -> None:
+    hybrid = tmp_path / "hybrid"
+    shutil.copytree(tiny_pair[0], hybrid)
+    tiny("qwen3_5", vocab_size=512).model.config.save_pretrained(hybrid)
+    target, draft = (hybrid, None) if option == "precision" else (tiny_pair[0], hybrid)
+    wanted = f"{option.replace('_', '-')} fp16: qwen3_5_text has recurrent layers; they take fp32, int8 or int4"
+    with pytest.raises(UsageError, match=wanted):
+        export_pair(target, draft, tmp_path / "out", **{option: "fp16"})
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_it_cannot_do_is_refused_by_name(models: dict[str, Model]) -> None:
