@@ -15,12 +15,20 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GraniteMoeHybridConfig, MixtralConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -60,21 +68,15 @@ def mixture_of(model: PreTrainedModel, experts: int, per_token: int) -> PreTrain
         raise click.UsageError(f"experts-per-token must be from 1 to less than experts ({experts}), not {per_token}")
     own = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
     config = MixtralConfig(**own, num_local_experts=experts, num_experts_per_tok=per_token, sliding_window=None)
-    torch.manual_seed(0)
-    mixture = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    old = model.state_dict()
-    with torch.no_grad():
-        for name, value in mixture.state_dict().items():
-            layer = name.partition(".mlp.")[0]
-            if name.endswith("gate_up_proj"):
-                value.copy_(torch.cat([old[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
-            elif name.endswith("experts.down_proj"):
-                value.copy_(old[f"{layer}.mlp.down_proj.weight"])
-            elif name in old:
-                value.copy_(old[name])
-            else:
-                torch.nn.init.normal_(value)
-    return mixture
+
+    def made(name: str, layer: str, old: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        if name.endswith("gate_up_proj"):
+            return gate_and_up(layer, old)
+        if name.endswith("experts.down_proj"):
+            return old[f"{layer}.down_proj.weight"]
+        return None if name in old else torch.randn(experts, config.hidden_size)  # a router's
+
+    return refilled(model, config, made)
 
 
 def hybrid_of(model: PreTrainedModel, attending: int) -> PreTrainedModel:
@@ -95,21 +97,36 @@ def hybrid_of(model: PreTrainedModel, attending: int) -> PreTrainedModel:
         mamba_d_head=64,
         mamba_d_state=128,
     )
+
+    def made(name: str, layer: str, old: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        if name.endswith("shared_mlp.input_linear.weight"):
+            return gate_and_up(layer, old)
+        if name.endswith("shared_mlp.output_linear.weight"):
+            return old[f"{layer}.down_proj.weight"]
+        return torch.zeros(hidden, 2 * hidden) if name.endswith("mamba.out_proj.weight") else None
+
+    return refilled(model, config, made)
+
+
+Made = Callable[[str, str, dict[str, torch.Tensor]], torch.Tensor | None]
+
+
+def refilled(model: PreTrainedModel, config: PreTrainedConfig, made: Made) -> PreTrainedModel:
+    """A model of another ``config`` with the weights of ``model``: what ``made`` makes of them, by its own name and
+    that of the layer's MLP in ``model``, or those of the same name; all others are random."""
     torch.manual_seed(0)
-    hybrid = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    old = model.state_dict()
+    other, old = AutoModelForCausalLM.from_config(config, dtype=torch.float32), model.state_dict()
     with torch.no_grad():
-        for name, value in hybrid.state_dict().items():
-            layer = name.partition(".shared_mlp.")[0]
-            if name.endswith("shared_mlp.input_linear.weight"):
-                value.copy_(torch.cat([old[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]))
-            elif name.endswith("shared_mlp.output_linear.weight"):
-                value.copy_(old[f"{layer}.mlp.down_proj.weight"])
-            elif name.endswith("mamba.out_proj.weight"):
-                value.zero_()
-            elif name in old:
-                value.copy_(old[name])
-    return hybrid
+        for name, value in other.state_dict().items():
+            layer = ".".join(name.split(".")[:3]) + ".mlp"
+            if (new := made(name, layer, old)) is not None or (new := old.get(name)) is not None:
+                value.copy_(new)
+    return other
+
+
+def gate_and_up(layer: str, old: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Both of an MLP's first products as one."""
+    return torch.cat([old[f"{layer}.{part}_proj.weight"] for part in ("gate", "up")])
 
 
 @click.command()

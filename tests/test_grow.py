@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from leadout.scripts.grow import grow, mixture_of, write_grown
+from leadout.scripts.grow import grow, hybrid_of, mixture_of, write_grown
 
 TOKENS = torch.randint(1, 512, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -71,3 +71,20 @@ def test_a_mixture_of_copies_is_the_same_whoever_is_chosen(tiny_pair: tuple[Path
 def test_a_mixture_that_chooses_nothing_is_refused(tiny_pair: tuple[Path, Path], experts: int, per_token: int) -> None:
     with pytest.raises(click.UsageError, match=f"from 1 to less than experts \\({experts}\\), not {per_token}"):
         mixture_of(grow(tiny_pair[0], 2, 128), experts, per_token)
+
+
+def test_state_spaces_that_say_nothing_change_nothing(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    small = AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32)
+    expected = logits(small)
+    hybrid = hybrid_of(grow(tiny_pair[0], 5, 160, 256), 2)
+    assert (logits(hybrid) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert hybrid.config.layer_types == ["full_attention"] * 2 + ["linear_attention"] * 3
+    count = write_grown(tiny_pair[0], tmp_path / "hybrid", 5, 160, 256, state_spaces=True)
+    assert count == sum(weight.numel() for weight in hybrid.parameters())
+
+
+def test_hybrids_that_are_none_are_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(click.UsageError, match="state-spaces are the layers beyond the checkpoint's 2; layers is 2"):
+        hybrid_of(grow(tiny_pair[0], 2, 128), 2)
+    with pytest.raises(click.UsageError, match="two kinds of grown models"):
+        write_grown(tiny_pair[0], tmp_path / "both", 3, 128, experts=4, state_spaces=True)
