@@ -88,7 +88,7 @@ class Memory:
             self.new_trails.append(new)
             return new
         trail = self.trails[len(self.new_trails)]
-        inputs = (trail, new.unsqueeze(1), torch.remainder(self._lens, trail.shape[2]))
+        inputs = (trail, new.unsqueeze(1), torch.remainder(self.lens, trail.shape[2]))
         self.new_trails.append(
             symbolic("TensorScatter", inputs, {"axis": 2, "mode": "circular"}, like=trail, version=24)
         )
@@ -112,17 +112,18 @@ class Memory:
             return value
         assert self.anchors is not None and self.replayed is not None
         positions = self.anchors.unsqueeze(1) + self.replayed.unsqueeze(0)
-        behind = (positions < self._lens.unsqueeze(1)).unsqueeze(-1)
-        old_key, old_value, *old = self.rows(trail, positions).split([part.shape[-1] for part in taken], dim=-1)
-        old_value, *old = (torch.where(behind, x, 0.0) for x in (old_value, *old))  # what is not behind changes nothing
+        behind = (positions < self.lens.unsqueeze(1)).unsqueeze(-1)
+        old = torch.where(behind, self.rows(trail, positions), 0.0)  # zeros, a decay of exp(0) too, change nothing
+        old_key, old_value, *old_rates = old.split([part.shape[-1] for part in taken], dim=-1)
         state = self.states[len(self.new_states)]
-        _, state = _attend(rule, shape, old_key, old_key, old_value, state, *old)
+        _, state = _attend(rule, shape, old_key, old_key, old_value, state, *old_rates)
         self.new_states.append(state)
         out, _ = _attend(rule, shape, query.flatten(2), *taken[:2], state, *rates)
         return out.unflatten(2, shape[1])
 
     @property
-    def _lens(self) -> Tensor:
+    def lens(self) -> Tensor:
+        """``past_lens`` of the step that is traced."""
         assert self.past_lens is not None
         return self.past_lens
 
@@ -166,7 +167,7 @@ class TrailLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         trail = memory.keep(conv_states.transpose(1, 2))
         memory.context = max(memory.context, before)
         if not memory.measures:
-            positions = memory._lens.unsqueeze(1) + torch.arange(-before, 0)
+            positions = memory.lens.unsqueeze(1) + torch.arange(-before, 0)
             rows = memory.rows(trail, positions)
             memory.before = torch.where((positions >= 0).unsqueeze(-1), rows, 0.0)
         return conv_states
@@ -192,14 +193,10 @@ def convolve(
         return hidden_states
     before, memory.before = memory.before, None
     assert before is not None
-    rows, width, taps = (
-        torch.cat([before, hidden_states.transpose(1, 2)], dim=1),
-        hidden_states.shape[2],
-        weight.shape[1],
-    )
+    rows, width = torch.cat([before, hidden_states.transpose(1, 2)], dim=1), hidden_states.shape[2]
     # A product a tap: a fifth of the time that onnxruntime's CausalConvWithState takes.
-    out = sum(rows[:, i : i + width] * weight[:, i] for i in range(1, taps)) + rows[:, :width] * weight[:, 0]
-    out = out if bias is None else out + bias
+    taps = [rows[:, i : i + width] * weight[:, i] for i in range(weight.shape[1])]
+    out = sum(taps[1:], taps[0] if bias is None else taps[0] + bias)
     return (out if activation is None else ACT2FN[activation](out)).transpose(1, 2)
 
 
@@ -256,6 +253,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": scan,
     "apply_mask_to_padding_states": unmasked,
 }
+_SCANS = frozenset(("torch_chunk_gated_delta_rule", "mamba2_chunk_scan"))
 
 
 def evenly(model: ir.Model) -> None:
@@ -279,9 +277,6 @@ def is_understood(model_class: type, kinds: Collection[str]) -> bool:
     convolutions alone (``kept`` looks closer)."""
     code = vars(sys.modules[model_class.__module__])
     return not _SCANS.isdisjoint(code) or ("conv" in kinds and "causal_conv1d_fn" in code)
-
-
-_SCANS = frozenset(("torch_chunk_gated_delta_rule", "mamba2_chunk_scan"))
 
 
 @contextlib.contextmanager

@@ -135,13 +135,7 @@ def test_mutant_of_trails_is_killed(mutant, models, monkeypatch):
 MEMORY = recurrent.Memory
 GRAPHS = [
     Mutant("tokens that are not behind change states", MEMORY, "recur", "positions < self", "positions <= self"),
-    Mutant(
-        "values of such tokens do",
-        MEMORY,
-        "recur",
-        "old_value, *old = (torch.where(behind, x, 0.0) for x in (old_value, *old))",
-        "old = [torch.where(behind, x, 0.0) for x in old]",
-    ),
+    Mutant("whoever is not behind changes states", MEMORY, "recur", "torch.where(behind, ", "(lambda x, _: x)("),
     Mutant("states are those of the anchor", MEMORY, "recur", "_, state = _attend", "_, _ = _attend"),
     Mutant("groups of keys are taken in turn", recurrent, "_attend", "(groups, 1, width)", "(1, groups, width)"),
     Mutant("trails are no rings", MEMORY, "rows", "torch.remainder(positions, trail.shape[1])", "positions"),
@@ -156,7 +150,7 @@ GRAPHS = [
         "what is before a text is in it", recurrent.TrailLayer, "update_conv_state", "positions >= 0", "positions >= -9"
     ),
     Mutant("no activation", recurrent, "convolve", "activation is None", "True"),
-    Mutant("a tap is left out", recurrent, "convolve", "range(1, taps)", "range(2, taps)"),
+    Mutant("a tap is left out", recurrent, "convolve", "sum(taps[1:]", "sum(taps[2:]"),
     Mutant("keys are as long as they come", recurrent, "gated_delta_rule", "if use_qk_l2norm_in_kernel:", "if False:"),
     Mutant("queries are as long as keys", recurrent, "gated_delta_rule", "* query.shape[-1] ** -0.5", ""),
     Mutant("time steps are as they come", recurrent, "scan", "nn.functional.softplus(dt) if dt_softplus else dt", "dt"),
