@@ -32,16 +32,17 @@ from .checkpoint import (
 from .defaults import choose_sampling, keep_readable
 from .draft_choice import DraftChoice, choose_draft, mask_of
 from .draft_ids import DraftIds
-from .eagle import FeatureHead
 from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
+from .mtp import OwnLayers, has_own_layers, own_layers
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import ROUNDINGS, quantize
 from .rewrite import let_go
 from .smooth import observe, smooth
+from .taps import FeatureReader
 from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
@@ -77,8 +78,9 @@ def export_pair(
 ) -> Path:
     """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
 
-    ``draft`` may be ``self`` or ``self:PRECISION``: the target in fewer bits. ``draft_vocabulary`` trims the draft's
-    head: to so many tokens, the most frequent in the texts ``calibration``, or to those whose ids are in a file.
+    ``draft`` may be ``self``, the target in fewer bits, or ``mtp``, its own layers for multi-token prediction, either
+    with a colon and a precision behind it. ``draft_vocabulary`` trims the draft's head: to so many tokens, the most
+    frequent in the texts ``calibration``, or to those whose ids are in a file.
     ``mask_token`` is the id by which the draft says a whole draft in one step, or "none"; by default that which its
     config.json names.
     An existing bundle at ``out`` is replaced, anything else there is refused. A ``draft_precision`` that is not given
@@ -94,10 +96,13 @@ def export_pair(
     tokens, head = vocabulary(str(target), configs["target"]), None
     _require_logits(tokens)
     _check_halves(configs["target"], "precision", [precision])
+    if choice is None and has_own_layers(sources["target"], configs["target"]):
+        progress("target: it has layers for multi-token prediction of its own; they draft for it with --draft mtp")
     if choice is not None:
-        head = None if choice.itself else read_head(require_there(choice.source), configs["target"])
+        head = _head_of(choice, configs["target"])
         configs["draft"] = read_config(choice.source) if head is None else head.config
-        _check_halves(configs["draft"], "draft-precision", choice.precisions)
+        if head is None:
+            _check_halves(configs["draft"], "draft-precision", choice.precisions)
         draft_ids = _ids_of(choice, head, configs["draft"], tokens, draft_vocabulary, calibration)
         mask = _checked_mask(choice, head, configs["draft"], mask_token, draft_ids, progress)
         if mask is not None and draft_precision is None:
@@ -112,7 +117,7 @@ def export_pair(
         canonical = _canonical(checkpoint, folder / SCRATCH / "target", progress, fitted=fitted, reader=reader)
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
-            if not choice.itself or draft_ids.wanted is not None:  # else the target's graph is the draft's
+            if choice.made != "self" or draft_ids.wanted is not None:  # else the target's graph is the draft's
                 shutil.rmtree(canonical.graph.parent)
                 progress(f"draft: reading {choice.source}")
                 checkpoint = reader or load(choice.source, draft_context)
@@ -145,7 +150,7 @@ def _check_asked(
         raise UsageError("draft-vocabulary trims a draft, and none was given")
     if choice is None and draft_precision is not None:
         raise UsageError("draft-precision is that of a draft, and none was given")
-    if mask_token is not None and (choice is None or choice.itself):
+    if mask_token is not None and (choice is None or choice.made == "self"):
         raise UsageError("mask-token is that of a draft with a checkpoint of its own, and none was given")
     if draft_vocabulary is None and calibration:
         raise UsageError("calibration texts are for draft-vocabulary, which was not given")
@@ -157,9 +162,16 @@ def _check_halves(config: Any, option: str, precisions: Sequence[str]) -> None:
         raise UsageError(f"{option} fp16: {config.model_type} has recurrent layers; they take fp32, int8 or int4")
 
 
+def _head_of(choice: DraftChoice, target: Any) -> Head | OwnLayers | None:
+    """The draft, if it is a head that reads its target's features; ``target``: that one's configuration."""
+    if choice.made == "mtp":
+        return own_layers(choice.source, target)
+    return read_head(require_there(choice.source), target) if choice.made == "checkpoint" else None
+
+
 def _ids_of(
     choice: DraftChoice,
-    head: Head | None,
+    head: Head | OwnLayers | None,
     config: Any,
     target: Vocabulary,
     asked: int | str | Path | None,
@@ -172,12 +184,17 @@ def _ids_of(
 
 
 def _checked_mask(
-    choice: DraftChoice, head: Head | None, config: Any, asked: int | str | None, ids: DraftIds, progress: Progress
+    choice: DraftChoice,
+    head: Head | OwnLayers | None,
+    config: Any,
+    asked: int | str | None,
+    ids: DraftIds,
+    progress: Progress,
 ) -> int | None:
     """The id by which the draft says a whole draft in one step; None if it does not."""
     if asked is not None and head is not None:
-        raise UsageError(f"mask-token: '{choice.source}' is a head, which says one token a step")
-    mask = None if choice.itself else mask_of(choice.source, config, asked)
+        raise UsageError(f"mask-token: the draft '{choice.source}' is a head, which says one token a step")
+    mask = mask_of(choice.source, config, asked) if choice.made == "checkpoint" else None
     if mask is not None and ids.match.tokenizer is not None:
         progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
         return None
@@ -231,7 +248,7 @@ def _of_draft(
     target: Canonical, checkpoint: Checkpoint, folder: Path, progress: Progress, ids: DraftIds, *, fitted: bool
 ) -> Canonical:
     """``_canonical`` of the draft of ``target``: a model, or a head that reads its features."""
-    reads, ends = isinstance(checkpoint.model, FeatureHead), target.entry.eos_token_ids
+    reads, ends = isinstance(checkpoint.model, FeatureReader), target.entry.eos_token_ids
     read = target.truth if reads else None
     fitted = fitted and not reads  # a head writes no text by itself
     return _canonical(checkpoint, folder, progress, fitted=fitted, ids=ids, ends=ends, read=read)
@@ -244,7 +261,7 @@ def _export_draft(
     columns = canonical.columns
     kept = np.arange(ids.match.outputs.size) if columns is None else columns
     notes = [ids.match.note] + ([ids.describe(kept)] if columns is not None else []) + [entry.note]
-    if choice.itself:
+    if choice.made == "self":
         size = entry.files[BLOB].bytes / 1e6
         notes.append(
             f"the target itself in {entry.precision}: {size:.0f} MB beside its own weights, for none are shared"

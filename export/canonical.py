@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from ..bundle import ModelEntry
 from .capture import capture
 from .checkpoint import Checkpoint
-from .eagle import FeatureHead
 from .golden import Truth
 from .kept import kept
 from .pairing import Ids
 from .parity import check_graph
 from .passes import pack, simplify
 from .rewrite import let_go
+from .taps import FeatureReader
 from .trimming import kept_mass, trimmed_head
 
 
@@ -55,7 +55,7 @@ def capture_to(
     truth: Truth,
     progress: Callable[[str], None],
     columns: Ids | None = None,
-    reader: FeatureHead | None = None,
+    reader: FeatureReader | None = None,
 ) -> Canonical:
     """Capture a checkpoint, whose logits are ``truth``, into a new ``folder`` that has the name of its role. With
     ``columns`` the graph gives the logits of those tokens alone; ``reader`` is the head that reads its features. Not

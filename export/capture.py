@@ -27,13 +27,13 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ..bundle import CacheShape, Recurrence
 from ..errors import ExportError
-from .eagle import FeatureHead, tapped
 from .experts import arrange
 from .kept import cache_name, graph_layers
 from .lowerings import lowered, symbolic
 from .recurrent import Memory, evenly, recurring
 from .sinks import RAW_SCORES, SCORES
 from .stored import Standins
+from .taps import FeatureReader, tapped
 
 OPSET = 24
 NAME = "leadout_slots"
@@ -54,11 +54,11 @@ class _Step:
 class DecoderGraph(nn.Module):  # type: ignore[misc]
     """The signature of the canonical graph around a causal language model of transformers.
 
-    A ``FeatureHead`` reads ``features_in`` [B, S, D] beside its tokens. With ``reader``, the head of another, the graph
-    of its target gives what that reads; last of its outputs, as a head's own are.
+    A ``FeatureReader`` reads ``features_in`` [B, S, D] beside its tokens. With ``reader``, the head of another, the
+    graph of its target gives what that reads; last of its outputs, as a head's own are.
     """
 
-    def __init__(self, model: PreTrainedModel, step: _Step, reader: FeatureHead | None) -> None:
+    def __init__(self, model: PreTrainedModel, step: _Step, reader: FeatureReader | None) -> None:
         super().__init__()
         self.model, self.step, self.reader = model, step, reader
 
@@ -225,7 +225,7 @@ def capture(
     model: PreTrainedModel,
     shapes: tuple[CacheShape, ...],
     recurrence: Recurrence | None = None,
-    reader: FeatureHead | None = None,
+    reader: FeatureReader | None = None,
 ) -> ir.Model:
     """Trace ``model`` (in eval mode), which keeps ``shapes`` and ``recurrence`` (``kept``), into the canonical graph;
     ``reader``: the head that drafts from its features.
@@ -234,13 +234,13 @@ def capture(
     """
     step = _Step()
     inputs, dims = _example(shapes, recurrence)
-    if isinstance(model, FeatureHead):
+    if isinstance(model, FeatureReader):
         inputs["features_in"] = torch.zeros(*inputs["input_ids"].shape, model.config.hidden_size)
         dims["features_in"] = {0: "B", 1: "S"}
     names = _names(shapes, recurrence)
     given = [name.format("past", "past_key_values") for key in inputs for name in names.get(key, [key])]
     made = [name.format("present", "present") for several in names.values() for name in several]
-    last = ["features"] if isinstance(model, FeatureHead) or reader is not None else []
+    last = ["features"] if isinstance(model, FeatureReader) or reader is not None else []
     _pin_rope(model)
     standins = Standins()
     try:

@@ -23,7 +23,7 @@ from ..engines.providers import first_line
 from ..errors import ExportError, UsageError, shown
 from .pairing import Vocabulary
 from .recurrent import is_understood
-from .stored import Stored, keep_stored, narrow_type, narrow_weights
+from .stored import Stored, keep_stored, narrowly
 from .writing import TEXTS
 
 # What a model gives beside its logits, and in which form, changes none of them: config.json may ask for what it likes.
@@ -197,7 +197,7 @@ def find_file(source: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _weight_files(source: str) -> list[Path]:
+def weight_files(source: str) -> list[Path]:
     """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none."""
     index = find_file(source, "model.safetensors.index.json")
     names = ["model.safetensors"]
@@ -209,8 +209,7 @@ def _weight_files(source: str) -> list[Path]:
 def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
     try:
-        narrow = narrow_type(_weight_files(source))
-        with quiet(), contextlib.nullcontext() if narrow is None else narrow_weights(narrow):
+        with quiet(), narrowly(weight_files(source)):
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 trust_remote_code=False,

@@ -1,10 +1,11 @@
-"""What a pair's draft is made of: a checkpoint of its own, or the target itself in fewer bits; and how it drafts."""
+"""What a pair's draft is made of: a checkpoint of its own, the target itself in fewer bits, or what the target's
+checkpoint has for it; and how it drafts."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ExportError, UsageError, shown
 
@@ -16,17 +17,18 @@ DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int
 # One that says a whole draft in one step takes wide steps, in which int8 is the faster: of eight tokens the demo draft
 # takes 0.6 ms in int8 and 1.0 in int4.
 PARALLEL_PRECISIONS = DRAFT_PRECISIONS | {"fp32": "int8", "int8": "int8", "int4": "int8"}
-SELF = "self"
+Made = Literal["checkpoint", "self", "mtp"]  # of one of its own, or how the target drafts for itself
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # what config.json calls it (AMD's PARD checkpoints; vLLM reads both)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """``source``: a checkpoint; ``precisions``: the first of them that keeps close enough is taken."""
+    """``source``: a checkpoint; ``precisions``: the first of them that keeps close enough is taken; ``made``: of what
+    is there ("self": of all of the target, "mtp": of its layers for multi-token prediction)."""
 
     source: str
     precisions: tuple[str, ...]
-    itself: bool = False
+    made: Made = "checkpoint"
 
     def in_one_step(self, precision: str) -> DraftChoice:
         """The same for a draft that says a whole draft in one step, beside a target in ``precision``, where nobody
@@ -54,7 +56,8 @@ def mask_of(source: str, config: Any, asked: int | str | None) -> int | None:
 
 
 def choose_draft(target: str, draft: str | Path | None, precision: str, asked: str | None) -> DraftChoice | None:
-    """What ``draft`` means: None, a checkpoint, ``self`` or ``self:PRECISION``. ``asked``: the draft's precision.
+    """What ``draft`` means: None, a checkpoint, or ``self`` or ``mtp``, which may be followed by a colon and a
+    precision. ``asked``: the draft's precision.
 
     Raises UsageError for an unknown precision, or a target that would draft for itself at its own price.
     """
@@ -62,24 +65,32 @@ def choose_draft(target: str, draft: str | Path | None, precision: str, asked: s
         check_precision(value)
     if draft is None:
         return None
-    name, _, own = str(draft).partition(":")
-    if name != SELF:
-        precisions = (asked,) if asked else _first_then(DRAFT_PRECISIONS[precision], precision)
-        return DraftChoice(str(draft), precisions)
+    made, _, own = str(draft).partition(":")
+    if made not in ("self", "mtp"):
+        return DraftChoice(str(draft), _in_turn(precision, asked))
     if own and asked:
         raise UsageError(f"draft '{draft}' already says its precision; leave out --draft-precision {asked}")
-    check_precision(chosen := own or asked or "int4")
+    if own:
+        check_precision(own)
+    if made == "mtp":
+        return DraftChoice(target, _in_turn(precision, own or asked), "mtp")
+    chosen = own or asked or "int4"
     if BITS[chosen] >= BITS[precision]:
         fewer = ", ".join(p for p in PRECISIONS if BITS[p] < BITS[precision]) or "none"
         raise UsageError(
-            f"draft '{SELF}' in {chosen} is no cheaper than the target in {precision} (cheaper precisions: {fewer})"
+            f"draft 'self' in {chosen} is no cheaper than the target in {precision} (cheaper precisions: {fewer})"
         )
-    return DraftChoice(target, (chosen,), itself=True)
+    return DraftChoice(target, (chosen,), "self")
 
 
 def number_or_word(value: str | None) -> int | str | None:
     """An option as the command line has it: how many tokens or where their ids are, a token's id or ``none``."""
     return int(value) if value is not None and value.isdecimal() else value
+
+
+def _in_turn(beside: str, asked: str | None) -> tuple[str, ...]:
+    """The precision that was ``asked`` for; else the one that serves best beside a target's, then that itself."""
+    return (asked,) if asked else _first_then(DRAFT_PRECISIONS[beside], beside)
 
 
 def _first_then(first: str, other: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How a head that drafts from its target's features (EAGLE, Li et al. 2401.15077) is built, and how it taps its target.
+"""How a head that drafts from its target's features (EAGLE, Li et al. 2401.15077) is built.
 
 The head is one Llama layer. For each token it reads, beside the token, a feature vector of the one before it: what the
 target's hidden streams said there or, of a token that it drafted itself, its own output. Token and feature meet in one
@@ -9,13 +9,12 @@ of two ways: ``attention`` reads both side by side and adds what it says to the 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -28,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from ..errors import ExportError
+from .taps import FeatureReader
 
 JOINS = ("attention", "projection")
 
@@ -69,7 +68,7 @@ class Mixed(LlamaDecoderLayer):  # type: ignore[misc]
         return out + self.mlp(self.post_attention_layernorm(out))
 
 
-class FeatureHead(LlamaPreTrainedModel):  # type: ignore[misc]
+class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
     """The draft. ``config`` is a Llama's of one layer and more: ``join`` (of JOINS), ``draft_vocab_size`` (how many
     tokens it can say), ``taps`` (the layers of the target before which its stream is read, counted from 0; as many as
     there are layers means behind the last) and ``target_hidden_size``. ``fc`` makes one feature of all streams; where
@@ -124,29 +123,3 @@ class FeatureHead(LlamaPreTrainedModel):  # type: ignore[misc]
         mask = create_causal_mask(self.config, embedded, attention_mask, cache, position_ids=places)
         own = self.midlayer(embedded, given, self.rotary_emb(embedded, places), mask, cache)
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(own)), hidden_states=own, past_key_values=cache)
-
-
-def blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers. Raises ExportError where they cannot be told."""
-    count = model.config.get_text_config().num_hidden_layers
-    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if len(found) != 1:
-        raise ExportError(f"{type(model).__name__}: which of its modules are its {count} layers cannot be told")
-    return found[0]
-
-
-@contextlib.contextmanager
-def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[list[Tensor]]:
-    """When a step of ``model`` has run inside, the list holds its streams [B, S, H] at ``taps``, in that order."""
-    layers, streams = blocks(model) if taps else (), [torch.empty(0)] * len(taps)
-
-    def keep(place: int) -> Any:
-        def hook(_module: nn.Module, _args: Any, out: Any) -> None:
-            streams[place] = out if isinstance(out, Tensor) else out[0]
-
-        return hook
-
-    with contextlib.ExitStack() as stack:
-        for place, tap in enumerate(taps):
-            stack.callback(layers[tap - 1].register_forward_hook(keep(place)).remove)
-        yield streams

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ..errors import ExportError
 from .checkpoint import Checkpoint
-from .eagle import FeatureHead, tapped
+from .taps import FeatureReader, tapped
 
 ROWS, LENGTH, TOP = 3, 32, 64
 
@@ -46,7 +46,7 @@ class Truth:
         return dataclasses.replace(self, logits=np.ascontiguousarray(self.logits[..., columns]))
 
 
-def compute_truth(checkpoint: Checkpoint, reader: FeatureHead | None = None) -> Truth:
+def compute_truth(checkpoint: Checkpoint, reader: FeatureReader | None = None) -> Truth:
     """Let the model write ROWS rows (sampled, seed 0) and recompute them whole: eager attention, no cache.
 
     Rows have LENGTH tokens, or as many as the context takes, and begin with the checkpoint's BOS if it has one.

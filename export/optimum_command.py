@@ -22,7 +22,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
     def parse_args(parser: ArgumentParser) -> None:
         """Declare the options; optimum calls this when it builds its parser."""
         parser.add_argument("-m", "--model", required=True, help="The target: a checkpoint directory or hub id.")
-        parser.add_argument("--draft", help="The draft: a directory or hub id (a model or head), or self[:int4].")
+        parser.add_argument("--draft", help="The draft: a directory or hub id (a model or head), mtp, or self.")
         parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the target's weights.")
         parser.add_argument(
             "--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: int4; fp16 beside fp16."

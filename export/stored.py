@@ -132,6 +132,13 @@ def narrow_weights(dtype: torch.dtype) -> Iterator[None]:
         PreTrainedModel.post_init = finish
 
 
+def narrowly(files: Iterable[Path]) -> contextlib.AbstractContextManager[None]:
+    """Models that are made inside, to be loaded from ``files``, keep their large weights as narrow as those have
+    them."""
+    narrow = narrow_type(files)
+    return contextlib.nullcontext() if narrow is None else narrow_weights(narrow)
+
+
 class Standins:
     """Memory in the place of a model's Stored weights, for the time of a trace: as large as they are in float32, never
     read and never written, so it costs nothing. By where a weight of the graph lies in it, it is known what to fill it

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..export.eagle import FeatureHead, tapped
+from ..export.eagle import FeatureHead
+from ..export.taps import tapped
 from .pair_depth import FADE, ByDepth, Divergence, accepted_by_depth, some_anchors
 from .pruning import best_layers, with_layers
 

@@ -198,22 +198,26 @@ QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 
 def tiny(name: str, **changes: Any) -> Checkpoint:
-    """A random model of CONFIGS, spread so that its logits reach about 2."""
+    """``spread``, of CONFIGS."""
     kind, arguments, _ = CONFIGS[name]
-    config = getattr(transformers, kind)(**arguments | changes)
+    return spread(name, getattr(transformers, kind)(**arguments | changes))
+
+
+def spread(name: str, config: Any) -> Checkpoint:
+    """A random model, spread so that its logits reach about 2."""
     noise = torch.Generator().manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            spread = torch.randn(weight.shape, generator=noise)
+            drawn = torch.randn(weight.shape, generator=noise)
             if weight.dim() >= 2:
-                weight.copy_(0.08 * spread)
+                weight.copy_(0.08 * drawn)
             elif "norm" in key or "ln" in key:
-                weight.add_(0.1 * spread)
+                weight.add_(0.1 * drawn)
             elif "sink" in key:
-                weight.copy_(spread)
+                weight.copy_(drawn)
             else:
-                weight.copy_(0.05 * spread)
+                weight.copy_(0.05 * drawn)
     return Checkpoint(name, model, 256, context_length(config), 1, (2,), {})
 
 

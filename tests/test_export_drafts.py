@@ -31,7 +31,7 @@ def draft_of(bundle: Path) -> ModelEntry:
 
 def answers_are_the_target_s(bundle: Path) -> float:
     """Greedy and coupled, alone and in a batch. The share of drafts that were accepted greedily."""
-    with leadout.load(bundle, variant="nonpad") as pair:
+    with leadout.load(bundle, variant="grouped") as pair:
         for sampling in ({}, {"temperature": 1.0, "seed": 3}):
             wanted: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True} | sampling
             alone = [result.token_ids for result in pair.generate(PROMPTS, draft="none", **wanted)]
@@ -116,7 +116,7 @@ def test_what_a_draft_is_made_of() -> None:
     assert choose_draft("t", "d", "int8", None) == DraftChoice("d", ("int4", "int8"))
     assert choose_draft("t", "d", "fp16", None) == DraftChoice("d", ("fp16",))
     assert choose_draft("t", "d", "int8", "fp32") == DraftChoice("d", ("fp32",))
-    assert choose_draft("t", "self", "fp32", None) == DraftChoice("t", ("int4",), itself=True)
+    assert choose_draft("t", "self", "fp32", None) == DraftChoice("t", ("int4",), "self")
     assert choose_draft("t", "self", "fp32", "int8") == choose_draft("t", "self:int8", "fp32", None)
     with pytest.raises(UsageError, match=r"no cheaper than the target in int8 \(cheaper precisions: int4"):
         choose_draft("t", "self:int8", "int8", None)

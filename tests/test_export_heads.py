@@ -32,8 +32,9 @@ from leadout.engines.tensorrt.buildable import require_buildable
 from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export import parity
 from leadout.export.build import export_pair
-from leadout.export.eagle import FeatureHead, tapped
+from leadout.export.eagle import FeatureHead
 from leadout.export.head_checkpoint import read_head
+from leadout.export.taps import tapped
 from leadout.runtime.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
