@@ -95,7 +95,8 @@ class ModelEntry:
     ``concat`` (optimum, onnx-community: the cache grows by concatenation), ``genai`` (onnxruntime-genai: a shared
     buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
     ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``mask_token`` is the id by which a
-    draft is asked for tokens behind one that it does not know yet (None: it says one a step). ``features`` is how many
+    draft is asked for tokens behind one that it does not know yet (None: it says one a step), ``block`` the most of
+    them that it was taught to say (None: as many as it is asked for). ``features`` is how many
     numbers the graph gives of each token beside logits, and, with ``reads_features``, reads beside each. ``cache`` are
     the layers that attend, ``recurrence`` is what the others keep (None: all attend). ``parity`` maps the name of a
     lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all
@@ -116,6 +117,7 @@ class ModelEntry:
     files: Mapping[str, FileEntry]
     parity: Mapping[str, float] = dataclasses.field(default_factory=dict)
     mask_token: int | None = None
+    block: int | None = None
     features: int | None = None
     reads_features: bool = False
     recurrence: Recurrence | None = None
@@ -244,6 +246,8 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
         _check_range(token_id, 0, ends - 1, f"{where}: eos_token_ids[{i}]")
     if model.mask_token is not None:
         _check_range(model.mask_token, 0, _MOST, f"{where}: mask_token")
+    if model.block is not None:
+        _check_range(model.block, 1, _MOST, f"{where}: block")
     if model.features is not None:
         _check_range(model.features, 1, _MOST, f"{where}: features")
     _check_sizes(model.variants, f"{where}: variants")

@@ -62,6 +62,10 @@ class Logits(Protocol):
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
 
 
+# What the last number of a feature says of its row, where a draft reads blocks: that it is text, of which the rest is
+# known; one of a block behind it, of which nothing is; or padding.
+TEXT, BLOCK, PADDING = 1.0, 0.0, -1.0
+
 # Tokens of a prompt that go in at once. Beyond some hundreds none is sooner, and activations and scores are held for
 # all of them: 16 rows of 512 took 3.0 GB with a target of 105 M (int8, on two cores), and of 64 as long and 0.7 GB.
 MAX_STEP, MAX_TOGETHER = 512, 1024
@@ -76,7 +80,8 @@ class ModelSpec:
     has max_context + max_verify - 1 slots a row.
     ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
     meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the
-    id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that).
+    id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that);
+    ``block``: the most of them that it was trained to say (None: no such limit).
     ``features``: how many numbers a FeatureEngine gives of each token (0: it is none); ``reads_features``: its steps
     read as many beside each token. ``recurrent``: layers keep states, so it is a CommittingEngine.
     """
@@ -90,6 +95,7 @@ class ModelSpec:
     narrowest: int = 2
     trees: bool = False
     mask_token: int | None = None
+    block: int | None = None
     features: int = 0
     reads_features: bool = False
     recurrent: bool = False
@@ -106,6 +112,7 @@ class ModelSpec:
             narrowest=narrowest,
             trees=trees,
             mask_token=entry.mask_token,
+            block=entry.block,
             features=entry.features or 0,
             reads_features=entry.reads_features,
             recurrent=kept is not None,

@@ -30,7 +30,7 @@ from .checkpoint import (
     vocabulary,
 )
 from .defaults import choose_sampling, keep_readable
-from .draft_choice import DraftChoice, choose_draft, mask_of
+from .draft_choice import DraftChoice, InOneStep, choose_draft, mask_of
 from .draft_ids import DraftIds
 from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
@@ -104,8 +104,8 @@ def export_pair(
         if head is None:
             _check_halves(configs["draft"], "draft-precision", choice.precisions)
         draft_ids = _ids_of(choice, head, configs["draft"], tokens, draft_vocabulary, calibration)
-        mask = _checked_mask(choice, head, configs["draft"], mask_token, draft_ids, progress)
-        if mask is not None and draft_precision is None:
+        at_once = _in_one_step(choice, head, configs["draft"], mask_token, draft_ids, progress)
+        if at_once.mask is not None and draft_precision is None:
             choice = choice.in_one_step(precision)
     draft_context = min(context, context_length(configs["draft"])) if choice is not None else context
     with quiet(), aside(place, progress) as folder:
@@ -123,7 +123,7 @@ def export_pair(
                 checkpoint = reader or load(choice.source, draft_context)
                 place_of_draft = folder / SCRATCH / "draft"
                 canonical = _of_draft(canonical, checkpoint, place_of_draft, progress, draft_ids, fitted=fitted)
-            entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, mask, progress)
+            entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, at_once, progress)
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
@@ -183,22 +183,24 @@ def _ids_of(
     return DraftIds.choose(target, head.vocabulary(target), asked, calibration, head.ids)
 
 
-def _checked_mask(
+def _in_one_step(
     choice: DraftChoice,
     head: Head | OwnLayers | None,
     config: Any,
     asked: int | str | None,
     ids: DraftIds,
     progress: Progress,
-) -> int | None:
-    """The id by which the draft says a whole draft in one step; None if it does not."""
+) -> InOneStep:
+    """How the draft says a whole draft in one step, if it does."""
     if asked is not None and head is not None:
-        raise UsageError(f"mask-token: the draft '{choice.source}' is a head, which says one token a step")
+        raise UsageError(f"mask-token: the draft '{choice.source}' is a head, which knows how it is asked")
+    if isinstance(head, Head):
+        return InOneStep(head.mask, head.block)
     mask = mask_of(choice.source, config, asked) if choice.made == "checkpoint" else None
     if mask is not None and ids.match.tokenizer is not None:
         progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
-        return None
-    return mask
+        return InOneStep()
+    return InOneStep(mask)
 
 
 def require_there(source: str) -> str:
@@ -255,7 +257,7 @@ def _of_draft(
 
 
 def _export_draft(
-    canonical: Canonical, folder: Path, choice: DraftChoice, ids: DraftIds, mask: int | None, progress: Progress
+    canonical: Canonical, folder: Path, choice: DraftChoice, ids: DraftIds, at_once: InOneStep, progress: Progress
 ) -> ModelEntry:
     entry = export_first(canonical, folder, choice.precisions, progress)
     columns = canonical.columns
@@ -268,10 +270,12 @@ def _export_draft(
         )
     if entry.reads_features:
         notes.append(f"reads {entry.features} features of its target beside each token")
-    if mask is not None:
-        notes.append(f"says a whole draft in one step, by the mask token {mask}")
+    if at_once.mask is not None:
+        most = "" if at_once.block is None else f"of {at_once.block} tokens at most "
+        notes.append(f"says a whole draft {most}in one step, by the mask token {at_once.mask}")
     files = {**entry.files, **ids.match.save(folder, kept)}
-    return dataclasses.replace(entry, files=files, mask_token=mask, note="; ".join(filter(None, notes)))
+    said = "; ".join(filter(None, notes))
+    return dataclasses.replace(entry, files=files, mask_token=at_once.mask, block=at_once.block, note=said)
 
 
 def export_first(canonical: Canonical, folder: Path, precisions: Sequence[str], progress: Progress) -> ModelEntry:

@@ -189,8 +189,8 @@ def _beside_sinks(
 
 
 @contextlib.contextmanager
-def _swapped(model: PreTrainedModel, step: _Step) -> Iterator[None]:
-    """The extension points, swapped for the time of one capture.
+def _swapped(model: PreTrainedModel, step: _Step, reader: FeatureReader | None) -> Iterator[None]:
+    """The extension points, swapped for the time of one capture of ``model``, with what ``reader`` reads of it.
 
     A model that is not written against transformers' attention interface (falcon, bloom) keeps its own attention
     code; it asks for its mask under the name "eager" or "sdpa", so those two are swapped as well.
@@ -204,7 +204,7 @@ def _swapped(model: PreTrainedModel, step: _Step) -> Iterator[None]:
     model.set_attn_implementation(NAME if modern else "sdpa" if type(model)._supports_sdpa else "eager")
     experts = _set_experts(model, "batched_mm")  # the form that can be traced: it gathers each token's experts
     try:
-        with lowered(model):
+        with lowered(*filter(None, (model, reader))):
             yield
     finally:
         _set_experts(model, experts)
@@ -235,7 +235,7 @@ def capture(
     step = _Step()
     inputs, dims = _example(shapes, recurrence)
     if isinstance(model, FeatureReader):
-        inputs["features_in"] = torch.zeros(*inputs["input_ids"].shape, model.config.hidden_size)
+        inputs["features_in"] = torch.zeros(*inputs["input_ids"].shape, model.feature_size)
         dims["features_in"] = {0: "B", 1: "S"}
     names = _names(shapes, recurrence)
     given = [name.format("past", "past_key_values") for key in inputs for name in names.get(key, [key])]
@@ -244,7 +244,8 @@ def capture(
     _pin_rope(model)
     standins = Standins()
     try:
-        with torch.no_grad(), _swapped(model, step), recurring(model, step.memory), standins.in_place(model), _quiet():
+        swapped = _swapped(model, step, reader)
+        with torch.no_grad(), swapped, recurring(model, step.memory), standins.in_place(model), _quiet():
             program = torch.onnx.export(
                 DecoderGraph(model, step, reader).eval(),
                 (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..errors import ExportError, UsageError, shown
 
@@ -34,6 +34,14 @@ class DraftChoice:
         """The same for a draft that says a whole draft in one step, beside a target in ``precision``, where nobody
         asked for the draft's."""
         return dataclasses.replace(self, precisions=_first_then(PARALLEL_PRECISIONS[precision], precision))
+
+
+class InOneStep(NamedTuple):
+    """How a draft is asked for several tokens in one step: by which token of its own, and for how many at most (None:
+    by none, and for any number)."""
+
+    mask: int | None = None
+    block: int | None = None
 
 
 def mask_of(source: str, config: Any, asked: int | str | None) -> int | None:

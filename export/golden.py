@@ -22,28 +22,41 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from ..engines.base import BLOCK
 from ..errors import ExportError
 from .checkpoint import Checkpoint
+from .dflash import BlockHead
 from .taps import FeatureReader, tapped
 
 ROWS, LENGTH, TOP = 3, 32, 64
+STEP = 5  # tokens that are looked at together behind a past, or as many as a row has behind its first
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truth:
     """Token rows [R, T] int64 and the logits [R, T, V] float32 that transformers gives after each token; where a head
-    reads them, the ``features`` [R, T, D] of each; of a head itself, those it reads ``beside`` each."""
+    reads them, the ``features`` [R, T, D] of each; of a head itself, those it reads ``beside`` each. Of one that drafts
+    blocks, what it says [R, STEP, V] of the ``block`` [R, STEP] behind row r's first ``starts()[r]`` tokens."""
 
     tokens: NDArray[np.int64]
     logits: NDArray[np.float32]
     features: NDArray[np.float32] | None = None
     beside: NDArray[np.float32] | None = None
+    block: NDArray[np.int64] | None = None
+    said: NDArray[np.float32] | None = None
+
+    def starts(self) -> NDArray[np.int64]:
+        """Where the last step of each row begins, int64 [R]: nowhere the same, where rows are long enough."""
+        rows, length = self.tokens.shape
+        last = max(1, length - STEP)
+        return np.array([last - (r * 7) % max(1, last - 1) for r in range(rows)], np.int64)
 
     def of(self, columns: NDArray[np.int64] | None) -> Truth:
         """The same of a model that gives the logits of ``columns`` alone (None: of all)."""
         if columns is None:
             return self
-        return dataclasses.replace(self, logits=np.ascontiguousarray(self.logits[..., columns]))
+        said = None if self.said is None else np.ascontiguousarray(self.said[..., columns])
+        return dataclasses.replace(self, logits=np.ascontiguousarray(self.logits[..., columns]), said=said)
 
 
 def compute_truth(checkpoint: Checkpoint, reader: FeatureReader | None = None) -> Truth:
@@ -73,15 +86,32 @@ def compute_truth(checkpoint: Checkpoint, reader: FeatureReader | None = None) -
 
 
 def head_truth(head: Checkpoint, target: Truth) -> Truth:
-    """What a head says of its target's rows, whose features it reads: one token less, for the first has none before
+    """What a head says of its target's rows, whose features it reads: one token less, where the first has none before
     it. Raises ExportError if a logit is not finite."""
     assert target.features is not None
-    tokens, beside = target.tokens[:, 1:], target.features[:, :-1]
+    lag = head.model.lag
+    tokens, beside = target.tokens[:, lag:], target.features[:, : target.tokens.shape[1] - lag]
     with torch.no_grad():
         out = head.model(torch.from_numpy(tokens), torch.from_numpy(beside))
     if not out.logits.isfinite().all():
         raise _not_finite(head.source)
-    return Truth(np.ascontiguousarray(tokens), out.logits.numpy(), out.hidden_states.numpy(), beside)
+    truth = Truth(np.ascontiguousarray(tokens), out.logits.numpy(), out.hidden_states.numpy(), beside)
+    return _with_blocks(truth, head.model) if isinstance(head.model, BlockHead) else truth
+
+
+def _with_blocks(truth: Truth, head: BlockHead) -> Truth:
+    """``truth`` and what ``head`` says of blocks behind its texts."""
+    assert truth.beside is not None
+    block = np.full((len(truth.tokens), STEP), head.config.mask_token_id)
+    block[:, 0] = truth.tokens[np.arange(len(block)), truth.starts()]
+    said = []
+    for row, beside, behind, start in zip(truth.tokens, truth.beside, block, truth.starts(), strict=True):
+        tokens = torch.from_numpy(np.concatenate([row[:start], behind]))[None]
+        features = torch.full((1, tokens.shape[1], beside.shape[1]), BLOCK)
+        features[0, :start] = torch.from_numpy(beside[:start])
+        with torch.no_grad():
+            said.append(head(tokens, features).logits[0, start:].numpy())
+    return dataclasses.replace(truth, block=block, said=np.stack(said))
 
 
 def save_golden(truth: Truth, path: Path) -> None:

@@ -43,17 +43,18 @@ def symbolic(
 
 
 @contextlib.contextmanager
-def lowered(model: nn.Module) -> Iterator[None]:
+def lowered(*models: nn.Module) -> Iterator[None]:
     """Swap in the operators that were found equal; put everything back afterwards."""
+    modules = [module for model in models for module in model.modules()]
     with contextlib.ExitStack() as undo:
-        for module in model.modules():
+        for module in modules:
             if type(module).__name__.endswith("RMSNorm") and (norm := rms_norm(module)):
                 module.forward = norm
                 undo.callback(delattr, module, "forward")
             if (gate := gate_of(module)) is not None:
                 module.forward = by_pairs(module, gate)
                 undo.callback(delattr, module, "forward")
-        for code in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for code in {sys.modules[type(module).__module__] for module in modules}:
             rotate = getattr(code, "apply_rotary_pos_emb", None)
             if not code.__name__.startswith("transformers.models") or rotate is None:
                 continue

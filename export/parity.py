@@ -4,7 +4,7 @@ Truth is a full recompute without a cache (``golden.compute_truth``); the engine
 a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. Where the engine
 takes them, a fifth: those five tokens among siblings, as a branch of a tree. In float32, where every model begins, the
 first three again in a roomy cache: what is attended to may depend on positions, never on how many slots there are.
-Features, where a model gives them, are looked at after the first two.
+Features, where a model gives them, are looked at after the first two; what a head says that drafts blocks, at last.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine
-from ..engines.base import FeatureEngine, TreeEngine
+from ..engines.base import BLOCK, PADDING, FeatureEngine, TreeEngine
 from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
 
-STEP = 5  # tokens, or as many as a row has behind its first
 ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
 TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
@@ -119,6 +118,8 @@ def measure(truth: Truth, engine: Engine, *, batched: bool = True) -> Parity:
         pairs += _ragged(truth, engine)
     if isinstance(engine, TreeEngine) and engine.spec.trees:
         pairs += _branched(truth, engine)
+    if truth.block is not None:
+        pairs += _blocks(truth, engine, len(truth.tokens) if batched else 1)
     return dataclasses.replace(_compare(pairs), features=features)
 
 
@@ -159,15 +160,10 @@ def _read(truth: Truth, engine: Engine, places: NDArray[np.int64]) -> None:
         engine.beside(truth.beside[np.arange(len(places))[:, None], within])
 
 
-def _start(truth: Truth) -> int:
-    """Where the last step of the rows begins."""
-    return max(1, int(truth.tokens.shape[1]) - STEP)
-
-
 def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """One row in a cache of at least ``slots``: prefill all but a step, a step, then its first token again after
     rolling back."""
-    row, logits, start = truth.tokens[0], truth.logits[0], _start(truth)
+    row, logits, start = truth.tokens[0], truth.logits[0], int(truth.starts()[0])
     engine.reset(1)
     engine.reserve(max(len(row), slots))
     each = np.arange(len(row))[None]
@@ -182,9 +178,8 @@ def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[A
 def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Three rows, each with its own past: padded prefill, a step, then one token after rolling back."""
     rows, length = truth.tokens.shape
-    start = _start(truth)
-    lens = np.array([start - (r * 7) % max(1, start - 1) for r in range(rows)], np.int64)
-    each = np.arange(rows)
+    lens = truth.starts()
+    start, each = int(lens[0]), np.arange(rows)
     engine.reset(rows)
     engine.reserve(length)
     padded = np.where(np.arange(lens.max()) < lens[:, None], truth.tokens[:, : lens.max()], 0)
@@ -202,7 +197,7 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
 
 def _branched(truth: Truth, engine: TreeEngine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """One row: the last step as the branch of every second node, each with a sibling before it."""
-    row, logits, start = truth.tokens[0], truth.logits[0], _start(truth)
+    row, logits, start = truth.tokens[0], truth.logits[0], int(truth.starts()[0])
     new = np.repeat(row[start:], 2)
     new[::2] = (new[::2] + 1) % truth.logits.shape[-1]
     nodes = np.arange(new.size)
@@ -212,6 +207,25 @@ def _branched(truth: Truth, engine: TreeEngine) -> Iterator[tuple[NDArray[Any], 
     engine.reserve(start + new.size)
     engine.forward(row[None, :start], np.array([0]))
     yield np.array(engine.forward_tree(new[None], np.array([start]), sees[None])[0, 1::2]), logits[start:]
+
+
+def _blocks(truth: Truth, engine: Engine, rows: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Of the first ``rows`` texts the block behind each, and padding behind that; beyond it all, slots that a longer
+    block wrote."""
+    assert isinstance(engine, FeatureEngine) and truth.block is not None and truth.said is not None
+    block, starts, longest = truth.block[:rows], truth.starts()[:rows], truth.block.shape[1] + 2
+    engine.reset(rows)
+    engine.reserve(int(starts.max()) + 2 * longest)
+    places = np.tile(np.arange(starts.max()), (rows, 1))
+    _read(truth, engine, places)
+    engine.forward(truth.tokens[:rows, : starts.max()], np.zeros(rows, np.int64), np.zeros((rows, 1), np.int64))
+    for width, kinds in ((2 * longest, (BLOCK, BLOCK)), (longest, (BLOCK, PADDING))):
+        features = np.zeros((rows, width, engine.spec.features), np.float32)
+        features[:, : block.shape[1], -1], features[:, block.shape[1] :, -1] = kinds
+        engine.beside(features)
+        tokens = np.pad(block, ((0, 0), (0, width - block.shape[1])), mode="edge")
+        logits = engine.forward(tokens, starts)
+    yield np.concatenate(np.asarray(logits)[:, : block.shape[1]]), np.concatenate(truth.said[:rows])
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:

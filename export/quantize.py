@@ -87,6 +87,9 @@ def _coarse_table(model: ir.Model, n: ir.Node) -> ir.Value | None:
     return constant(model, f"{lookup.inputs[0].name}.rows", (levels * scales).astype(np.float32))
 
 
+_AROUND_FEATURES = ("RMSNormalization", "Concat")  # what stands behind the product that makes them of streams
+
+
 def _tokens(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.inputs if value.name == "input_ids"]
 
@@ -94,7 +97,11 @@ def _tokens(model: ir.Model) -> list[ir.Value]:
 def _gives_features(n: ir.Node) -> bool:
     """Whether a product makes what a head reads, of streams that no norm has evened out: some of their channels are a
     thousand times the others, of which a row's rounding would leave nothing."""
-    return any(value.is_graph_output() and value.name == "features" for value in n.outputs)
+    made = n.outputs[0]
+    users = [use.node for use in made.uses()]
+    if len(users) == 1 and users[0].op_type in _AROUND_FEATURES:
+        return _gives_features(users[0])
+    return bool(made.is_graph_output() and made.name == "features")
 
 
 def _linears_to(model: ir.Model, rewrite: Callable[[ir.Model, Linear], ir.Value | None]) -> list[str]:

@@ -14,18 +14,24 @@ from ..errors import ExportError
 
 
 class FeatureReader:
-    """A draft that reads, beside each token, a feature vector [H] of the one before it, which its target's graph gives.
-    ``config.taps`` are the layers of the target before which its stream is read, counted from 0: as many as there are
-    layers means behind the last, one more behind the norm, too (what the target's own head reads).
+    """A draft that reads, beside each token, a feature vector [D] of the one ``lag`` before it, which its target's
+    graph gives. ``config.taps`` are the layers of the target before which its stream is read, counted from 0: as many
+    as there are layers means behind the last, one more behind the norm, too (what the target's own head reads).
 
     ``forward(input_ids, features, ...)`` gives ``logits`` and, as ``hidden_states``, the features of the tokens
     themselves as the draft guesses them.
     """
 
     config: Any
+    lag = 1
+
+    @property
+    def feature_size(self) -> int:
+        """D."""
+        return int(self.config.hidden_size)
 
     def feature(self, streams: Sequence[Tensor]) -> Tensor:
-        """What is read [B, S, H] of the target's streams [B, S, target_hidden_size] at ``config.taps``."""
+        """What is read [B, S, D] of the target's streams [B, S, target_hidden_size] at ``config.taps``."""
         return streams[0]
 
 

@@ -58,9 +58,8 @@ class Drafter(Protocol):
     """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
     whether it asks a Watch when to stop, ``at_once`` whether all tokens of a draft come of one step, ``rereads``
     whether what was accepted of one is read again with the next, ``late`` how many committed tokens the last draft had
-    to make up for (of the row with most of them, and beyond those that one in use lacks at most: two, one where it
-    rereads), ``steps`` how many tokens' time it took. Of what it lacks of a row it reads no more than the last
-    ``reach``."""
+    to make up for (of the row with most of them, and beyond those that one in use lacks at most), ``steps`` how many
+    tokens' time it took. Of what it lacks of a row it reads no more than the last ``reach``."""
 
     watches: bool
     at_once: bool
@@ -121,6 +120,7 @@ class ModelDrafter:
     at_once = rereads = False
     resumes = True  # whether a draft of it can be gone on with
     first = 0  # the token of a text that it begins with
+    lacks = 2  # tokens at most, while it is in use
     late = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
@@ -246,7 +246,7 @@ class ModelDrafter:
 
     def _late(self, unread: int) -> int:
         """How many of so many unread tokens are more than a draft in use lacks."""
-        return max(0, unread - (1 if self.rereads else 2))
+        return max(0, unread - self.lacks)
 
     def _known(self, place: int) -> int:
         """Up to where in the row's text it need not read."""
@@ -311,6 +311,7 @@ class Rereader(ModelDrafter):
 
     resumes = False
     rereads = True
+    lacks = 1
 
     def observe(self, place: int, accepted: int, path: Items[int] = ()) -> None:
         super().observe(place, 0, path)

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 
 from ..engines.base import Engine, LogitRow, Logits
 from ..errors import EngineError
+from .block_drafter import BlockDrafter
 from .confidence import Watch
 from .drafters import AHEAD, Draft, ModelDrafter
 from .feature_drafter import FeatureDrafter
@@ -30,10 +31,11 @@ def model_drafter(stepper: Stepper, vocabulary: VocabularyMap, target: Engine) -
     """The drafter that a draft model with this ``vocabulary`` needs, beside ``target``."""
     if vocabulary.tokenizers is not None:
         return ForeignDrafter(stepper, vocabulary, vocabulary.tokenizers)
-    if stepper.engine.spec.reads_features:
-        return FeatureDrafter(stepper, vocabulary, target)
-    if (mask := stepper.engine.spec.mask_token) is not None:
-        return ParallelDrafter(stepper, vocabulary, mask)
+    spec = stepper.engine.spec
+    if spec.reads_features:
+        return (FeatureDrafter if spec.mask_token is None else BlockDrafter)(stepper, vocabulary, target)
+    if spec.mask_token is not None:
+        return ParallelDrafter(stepper, vocabulary)
     return ModelDrafter(stepper, vocabulary)
 
 

@@ -18,17 +18,21 @@ from .vocabulary import VocabularyMap
 
 
 class ParallelDrafter(Rereader):
-    """A draft model that was trained to go on behind ``mask``, one of its own ids. The slots of masks are never valid:
-    the next step writes the text over them, what was accepted of the draft beside the masks of the next."""
+    """A draft model that was trained to go on behind its ``mask_token``, one of its own ids, for ``block`` tokens at
+    most if it says so. The slots of masks are never valid: the next step writes the text over them, what was accepted
+    of the draft beside the masks of the next."""
 
     at_once = True
+    unmasked = 1  # tokens of a draft that no mask stands for: what the text itself says next
 
-    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap, mask: int) -> None:
+    def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
         super().__init__(stepper, vocabulary)
-        self._mask = mask
+        spec = stepper.engine.spec
+        assert spec.mask_token is not None
+        self._mask, self._longest = spec.mask_token, min(spec.max_verify, spec.block or spec.max_verify)
 
     def room(self, row: Row) -> int:
-        return min(super().room(row), self._stepper.engine.spec.max_verify)
+        return min(super().room(row), self._longest)
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         drafts = [Draft() for _ in rows]
@@ -58,11 +62,11 @@ class ParallelDrafter(Rereader):
 
     def _ask(self, rows: Items[Row], lengths: Items[int], unread: Items[Items[int]]) -> Logits:
         """One step: logits [B, max(lengths), V], row b's at [b, :lengths[b]]."""
-        masks = [[self._mask] * (n - 1) for n in lengths]
+        masks = [[self._mask] * (n - self.unmasked) for n in lengths]
         beside = self._beside(rows, lengths, [[*text, *more] for text, more in zip(unread, masks, strict=True)])
         texts = [mine if n else others for mine, others, n in zip(unread, beside, lengths, strict=True)]
         pieces = [[*self._vocabulary.tokens(text), *more] for text, more in zip(texts, masks, strict=True)]
         logits = self._stepper.ending_logits(pieces, self._valid[: len(rows)], lengths)
-        for b, text in enumerate(texts):
-            self._valid[b] += len(text)
+        for b, (text, n) in enumerate(zip(texts, lengths, strict=True)):
+            self._valid[b] += len(text) - (1 - self.unmasked if n else 0)
         return logits

@@ -260,7 +260,7 @@ def test_a_head_may_be_trimmed_like_any_draft(tiny_pair: tuple[Path, Path], tmp_
     answers_are_the_target_s(bundle)
     with pytest.raises(UsageError, match=r"draft-vocabulary: .* says 200 tokens alone already"):
         export_pair(tiny_pair[0], eagle(tmp_path / "eagle"), tmp_path / "other", **asked)
-    with pytest.raises(UsageError, match=r"mask-token: .* is a head, which says one token a step"):
+    with pytest.raises(UsageError, match=r"mask-token: .* is a head, which knows how it is asked"):
         export_pair(tiny_pair[0], tmp_path / "head", tmp_path / "other", mask_token=3)
 
 

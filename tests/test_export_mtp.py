@@ -218,7 +218,7 @@ def test_a_model_without_them_is_refused(tiny_pair: tuple[Path, Path], qwen: Pat
     save_file(tensors, torn / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ExportError, match=r"its layers for multi-token prediction: .*eh_proj"):
         export_pair(torn, "mtp", tmp_path / "bundle")
-    with pytest.raises(UsageError, match=r"mask-token: the draft .* is a head, which says one token a step"):
+    with pytest.raises(UsageError, match=r"mask-token: the draft .* is a head, which knows how it is asked"):
         export_pair(qwen, "mtp", tmp_path / "bundle", mask_token=3)
     assert not (tmp_path / "bundle").exists()
 

@@ -191,10 +191,10 @@ OURS = parallel_drafter.ParallelDrafter
 MUTANTS = [
     Mutant("nothing is read again", OURS, "_rest", "row.sequence.length - 1", "row.sequence.length"),
     Mutant("masks are text", OURS, "_ask", "+= len(text)", "+= len(text) + len(masks[b])"),
-    Mutant("one mask too few", OURS, "_ask", "* (n - 1)", "* max(0, n - 2)"),
-    Mutant("one mask too many", OURS, "_ask", "* (n - 1)", "* n"),
+    Mutant("one mask too few", OURS, "_ask", "* (n - self.unmasked)", "* max(0, n - 2)"),
+    Mutant("one mask too many", OURS, "_ask", "* (n - self.unmasked)", "* n"),
     Mutant("rows beside get no text", OURS, "_ask", "mine if n else others", "mine"),
-    Mutant("one token is read again for nothing", drafters.ModelDrafter, "_late", "1 if self.rereads else 2", "2"),
+    Mutant("one token is read again for nothing", drafters.ModelDrafter, "_late", "self.lacks", "2"),
     Mutant("a step is one token's", OURS, "propose", "self.steps = max(lengths)", "self.steps = 1"),
     Mutant("nobody watches", OURS, "propose", "not watch.more(place)", "False"),
     Mutant("the first is watched", OURS, "propose", "if place and watch", "if watch"),
