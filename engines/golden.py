@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +16,22 @@ from .base import Features, Tokens
 GOLDEN = "golden.npz"
 
 
+def _needed(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Golden:
     """``golden.npz``: tokens [R, T] int64, lengths [R], and the ids and values [R, T, K] of the largest logits; of a
-    model that reads features, those ``beside`` each token [R, T, D]."""
+    model that reads features, those ``beside`` each token [R, T, D]; where rows end in a block that is read at once,
+    how many tokens of each are ``texts`` [R] before it."""
 
     tokens: Tokens
     lengths: Tokens
     ids: NDArray[np.int32]
     logits: NDArray[np.float32]
     beside: Features | None = None
+    texts: Tokens | None = None
 
     @classmethod
     def of(cls, model: Model) -> Golden | None:
@@ -36,8 +43,8 @@ class Golden:
         """Raises BundleError if the file is not what the exporter writes."""
         try:
             with np.load(path, allow_pickle=False) as stored:
-                names = (field.name for field in dataclasses.fields(cls))
-                return cls(**{name: stored[name] for name in names if name in stored or name != "beside"})
+                fields = dataclasses.fields(cls)
+                return cls(**{each.name: stored[each.name] for each in fields if each.name in stored or _needed(each)})
         except (OSError, ValueError, KeyError) as error:
             raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
 

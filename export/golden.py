@@ -8,6 +8,8 @@
     logits    float32 [R, T, K]   their values, as transformers' eager attention computes them in float32,
                                   without a cache; zero (like ids) at and beyond lengths[r]
     beside    float32 [R, T, D]   of a head alone: the features that it reads beside each token
+    texts     int64   [R]         of a head that drafts blocks alone: how many of a row's tokens are text; behind them
+                                  stands a block
 """
 
 from __future__ import annotations
@@ -116,17 +118,33 @@ def _with_blocks(truth: Truth, head: BlockHead) -> Truth:
 
 def save_golden(truth: Truth, path: Path) -> None:
     """Write ``golden.npz`` as described above."""
+    lengths, more = np.full(len(truth.tokens), truth.tokens.shape[1], np.int64), {}
+    if truth.block is not None:
+        truth, lengths, more = _ending_in_blocks(truth), truth.starts() + STEP, {"texts": truth.starts()}
+    if truth.beside is not None:
+        more["beside"] = truth.beside
     top = min(TOP, truth.logits.shape[-1])
     ids = np.argsort(-truth.logits, axis=-1, kind="stable")[..., :top]
-    rows, length = truth.tokens.shape
     np.savez_compressed(
         path,
         tokens=truth.tokens,
-        lengths=np.full(rows, length, np.int64),
+        lengths=lengths,
         ids=ids.astype(np.int32),
         logits=np.take_along_axis(truth.logits, ids, -1),
-        **({} if truth.beside is None else {"beside": truth.beside}),  # type: ignore[arg-type]  # as in pairing.py
+        **more,  # type: ignore[arg-type]  # as in pairing.py
     )
+
+
+def _ending_in_blocks(truth: Truth) -> Truth:
+    """Rows that are a text and the block behind it; 0 beyond that."""
+    assert truth.block is not None and truth.said is not None and truth.beside is not None
+    shown = [np.zeros_like(each) for each in (truth.tokens, truth.logits, truth.beside)]
+    for row, start in enumerate(truth.starts().tolist()):
+        whole = (truth.tokens, truth.logits, truth.beside)
+        behind = (truth.block[row], truth.said[row], np.full((STEP, truth.beside.shape[-1]), BLOCK))
+        for rows, text, block in zip(shown, whole, behind, strict=True):
+            rows[row, :start], rows[row, start : start + STEP] = text[row, :start], block
+    return dataclasses.replace(truth, tokens=shown[0], logits=shown[1], beside=shown[2])
 
 
 def write_rows(checkpoint: Checkpoint, rows: int, length: int, *, seed: int) -> NDArray[np.int64]:

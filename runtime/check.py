@@ -90,6 +90,8 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
             elif variant not in exact:
                 widths |= {"slack": rounding, "note": "; no exact answer takes it here"}
             beside = None if golden is None or golden.beside is None else golden.beside[0]
+            if golden is not None and golden.texts is not None:
+                tokens = tokens[:, : golden.texts[0]]  # a block is one step, of one width
             if not engine.spec.reads_features:
                 tokens = tokens % model.entry.vocab_size
             yield check_widths(f"{name}: widths", engine, tokens[:1], beside=beside, **widths)

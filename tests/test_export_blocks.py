@@ -25,6 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import leadout
 from leadout.bundle import Bundle
+from leadout.engines import open_engine
+from leadout.engines.golden import Golden
 from leadout.errors import ExportError, UsageError
 from leadout.export import dflash, golden, quantize
 from leadout.export.build import export_pair
@@ -34,6 +36,7 @@ from leadout.export.dflash import BlockHead
 from leadout.export.golden import compute_truth, head_truth
 from leadout.export.head_checkpoint import read_head
 from leadout.export.taps import tapped
+from leadout.runtime import check
 from leadout.runtime.block_drafter import BlockDrafter
 from leadout.scripts.cli import main
 
@@ -187,6 +190,24 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert (models["draft"].mask_token, models["draft"].block) == (MASK, most)
     assert "says a whole draft of" in models["draft"].note
     assert not {"tree", "tree_gqa", "nonpad"} & set(models["draft"].variants)
+    shown = Golden.of(Bundle.read(made[1]).model("draft"))
+    assert shown is not None and shown.texts is not None and shown.beside is not None
+    assert shown.texts.tolist() == [27, 20, 13] and shown.lengths.tolist() == [32, 25, 18]
+    for row, (text, length) in enumerate(zip(shown.texts, shown.lengths, strict=True)):
+        assert shown.beside[row, :length, -1].tolist() == [1] * text + [0] * (length - text)
+        assert shown.tokens[row, text + 1 : length].tolist() == [MASK] * 4 and shown.logits[row, length - 1].any()
+
+
+def test_a_device_that_takes_blocks_for_text_is_found_out(made: tuple[Path, Path]) -> None:
+    """``leadout check`` looks at a block of each golden row."""
+    model = Bundle.read(made[1]).model("draft")
+    shown = Golden.of(model)
+    assert shown is not None and shown.beside is not None
+    engine = open_engine(model)
+    assert check.check_parity("draft", engine, shown, 1e-3).ok
+    engine.beside = lambda features, tell=engine.beside: tell(np.abs(features) + (features[..., -1:] == 0))  # type: ignore[attr-defined]
+    assert not check.check_parity("draft", engine, shown, 1e-3).ok
+    engine.close()
 
 
 def test_a_block_is_as_long_as_it_was_taught(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
