@@ -32,11 +32,10 @@ from leadout.export.mtp import has_own_layers, own_layers
 from leadout.runtime.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
-SLOW = ("qwen3_5", "deepseek_v3")  # to be captured, that is
 GREEDY: dict[str, Any] = {"draft": "model", "draft_length": 3, "max_new_tokens": 12, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["mellum", *(pytest.param(k, marks=pytest.mark.slow) for k in SLOW)])
+@pytest.fixture(scope="module", params=["mellum", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def made(
     request: pytest.FixtureRequest, tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
@@ -136,7 +135,7 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert draft.recurrence is None and len(draft.cache) == 1
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in SLOW])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_form_is_read(kind: str, tokenizer_file: Path, tmp_path: Path) -> None:
     checkpoint = published(tmp_path / kind, kind, tokenizer_file)
     model, own = by_transformers(checkpoint)
