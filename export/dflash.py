@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.cache_utils import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
     Qwen3MLP,
@@ -84,32 +82,20 @@ class BlockHead(FeatureReader, Qwen3PreTrainedModel):  # type: ignore[misc]
         made = self.hidden_norm(self.fc(torch.cat(tuple(streams), -1)))
         return torch.cat((made, torch.full_like(streams[0][..., :1], TEXT)), -1)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
-        """See ``FeatureReader``: of rows of a block, which stand behind those of text; ``hidden_states`` are the
-        features as they were given. Without any, all rows are a block's."""
-        given = torch.full((*input_ids.shape, self.feature_size), BLOCK) if features is None else features
-        told, kinds = given[..., :-1], given[..., -1:]
-        hidden = self.embed_tokens(input_ids) * self.config.scale
-        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
-        positions = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        slots = input_ids.shape[1] if cache is None else cache.get_mask_sizes(input_ids.shape[1], 0)[0]
-        places, is_text = self.rotary_emb(hidden, positions), kinds > BLOCK
-        masks = {key: self._mask(positions, kinds[..., 0], slots, *key) for key in dict.fromkeys(self._sights())}
+    def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        """See FeatureReader: of rows of a block, which stand behind those of text; the features are as they are
+        given."""
+        told, kinds = features[..., :-1], features[..., -1:]
+        hidden = self.embed_tokens(tokens) * self.config.scale
+        slots = tokens.shape[1] if cache is None else cache.get_mask_sizes(tokens.shape[1], 0)[0]
+        turned, is_text = self.rotary_emb(hidden, places), kinds > BLOCK
+        masks = {sight: self._mask(places, kinds[..., 0], slots, *sight) for sight in dict.fromkeys(self._sights())}
         for layer, sight in zip(self.layers, self._sights(), strict=True):
-            hidden = layer(hidden, told, is_text, places, masks[sight], cache)
+            hidden = layer(hidden, told, is_text, turned, masks[sight], cache)
         logits = self.lm_head(self.norm(hidden)) * self.config.multiplier
         if self.config.softcap:
             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return CausalLMOutputWithPast(logits=logits, hidden_states=given, past_key_values=cache)
+        return logits, features
 
     def _sights(self) -> list[tuple[bool, int | None]]:
         """Of each layer, whether it is causal, and how wide its window is (None: as wide as the text)."""

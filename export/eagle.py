@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -102,24 +100,10 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         """What the head reads [B, S, H] of the target's streams [B, S, target_hidden_size]."""
         return streams[0] if self.fc is None else self.fc(torch.cat(tuple(streams), -1))
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
-        """Of tokens [B, S] and the features [B, S, H] of those before them (default: 0) ``logits`` [B, S,
-        draft_vocab_size], and in ``hidden_states`` the features [B, S, H] of the tokens themselves, as this guesses
-        them."""
-        embedded = self.embed_tokens(input_ids)
-        given = torch.zeros_like(embedded) if features is None else features
-        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
-        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+    def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        """See FeatureReader; logits of ``draft_vocab_size`` tokens."""
+        embedded = self.embed_tokens(tokens)
         # By place: the cache's name is about to change.
-        mask = create_causal_mask(self.config, embedded, attention_mask, cache, position_ids=places)
-        own = self.midlayer(embedded, given, self.rotary_emb(embedded, places), mask, cache)
-        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(own)), hidden_states=own, past_key_values=cache)
+        sees = create_causal_mask(self.config, embedded, mask, cache, position_ids=places)
+        own = self.midlayer(embedded, features, self.rotary_emb(embedded, places), sees, cache)
+        return self.lm_head(self.norm(own)), own

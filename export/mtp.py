@@ -16,13 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..engines.providers import first_line
 from ..errors import ExportError
@@ -59,23 +56,10 @@ class MtpHead(FeatureReader, PreTrainedModel):  # type: ignore[misc]
     def get_output_embeddings(self) -> nn.Module:
         return self.own.shared_head
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        features: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = False,
-        **_: Any,
-    ) -> CausalLMOutputWithPast:
-        """See ``FeatureReader``; without ``features`` [B, S, H] all of them are 0."""
-        given = torch.zeros(*input_ids.shape, self.config.hidden_size) if features is None else features
-        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
-        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        said = self.own.forward_layer(0, given, places, cache, input_ids=input_ids)
-        logits = self.own._project_to_logits(said)
-        return CausalLMOutputWithPast(logits=logits, hidden_states=said, past_key_values=cache)
+    def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        """See FeatureReader."""
+        own = self.own.forward_layer(0, features, places, cache, input_ids=tokens)
+        return self.own._project_to_logits(own), own
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:

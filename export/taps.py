@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ExportError
 
@@ -16,11 +18,7 @@ from ..errors import ExportError
 class FeatureReader:
     """A draft that reads, beside each token, a feature vector [D] of the one ``lag`` before it, which its target's
     graph gives. ``config.taps`` are the layers of the target before which its stream is read, counted from 0: as many
-    as there are layers means behind the last, one more behind the norm, too (what the target's own head reads).
-
-    ``forward(input_ids, features, ...)`` gives ``logits`` and, as ``hidden_states``, the features of the tokens
-    themselves as the draft guesses them.
-    """
+    as there are layers means behind the last, one more behind the norm, too (what the target's own head reads)."""
 
     config: Any
     lag = 1
@@ -33,6 +31,28 @@ class FeatureReader:
     def feature(self, streams: Sequence[Tensor]) -> Tensor:
         """What is read [B, S, D] of the target's streams [B, S, target_hidden_size] at ``config.taps``."""
         return streams[0]
+
+    def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
+        """Of tokens [B, S], read beside features [B, S, D], the logits [B, S, V]; and the features of the tokens
+        themselves, as this guesses them."""
+        raise AssertionError("every reader says this in a way of its own")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """What ``say`` says, as ``logits`` and ``hidden_states``; without ``features`` all of them are 0."""
+        given = torch.zeros(*input_ids.shape, self.feature_size) if features is None else features
+        cache = DynamicCache(config=self.config) if use_cache and past_key_values is None else past_key_values
+        places = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        logits, own = self.say(input_ids, given, places, attention_mask, cache)
+        return CausalLMOutputWithPast(logits=logits, hidden_states=own, past_key_values=cache)
 
 
 def blocks(model: PreTrainedModel) -> nn.ModuleList:

@@ -1,5 +1,5 @@
-"""A toy target that gives features and a toy head that reads them: whatever is read beside the wrong token, of the
-wrong row, or from a slot that is stale, gives another law."""
+"""A toy target that gives features and toy heads that read them, a token at a time or for a block: whatever is read
+beside the wrong token, of the wrong row, or from a slot that is stale, gives another law, or is found out at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import zlib
 from typing import Any
 
 import numpy as np
+from support_runtime import FixedCosts
 
+from leadout.engines.base import BLOCK, PADDING, TEXT
 from leadout.engines.toy import ToyEngine
+from leadout.runtime.decoder import Decoder
+from leadout.runtime.settings import Settings
+from leadout.runtime.siblings import Sample
 
 ROWS = 251
 
@@ -114,3 +119,85 @@ class FeatureToy(ToyEngine):
             return super()._logits(row, context)
         with np.errstate(divide="ignore"):
             return np.log(self.laws.q([int(digest) for digest in self.given[row, : context.size, 0]]))
+
+
+class BlockLaws(Laws):
+    """q of the j-th token behind a text: for the most part p behind what is likeliest until there, for the rest a law
+    of all of the text and of how long the block is."""
+
+    def behind(self, told: list[int], anchor: int, place: int, block: int) -> np.ndarray:
+        last = chained(told[-1] if told else 0, anchor)
+        for _ in range(place - 1):
+            last = chained(last, int(self.tables[0, last % ROWS].argmax()))
+        other = zlib.crc32(np.array([*told, anchor, place, block]).tobytes()) % ROWS
+        return (1 - self.share) * self.tables[0, last % ROWS] + self.share * self.tables[1, other]
+
+    def target(self, context: int = 256) -> FeatureToy:
+        return BlockToy(self, reads=False, max_context=context)
+
+    def head(self, context: int = 256, most: int | None = 7) -> FeatureToy:
+        made = BlockToy(self, reads=True, max_context=context)
+        made.spec = dataclasses.replace(made.spec, mask_token=self.vocab, block=most)
+        return made
+
+
+class BlockToy(FeatureToy):
+    """Its features of a token are the digest of the text up to it, and that it is text. The head is told as much of
+    each row, and whatever it is told beside another token is found out at once."""
+
+    def forward(self, tokens, past_lens, logit_index=None):
+        if not self.spec.reads_features:
+            found = super().forward(tokens, past_lens, logit_index)
+            self.given[:, :, 1] = TEXT
+            return found
+        read, self._beside = self._beside, None
+        rows, width = tokens.shape
+        assert read.shape == (rows, width, 2), "a head is told anew before each of its steps"
+        for row, past in enumerate(past_lens.tolist()):
+            for column in range(width):
+                slot, token, (digest, kind) = past + column, int(tokens[row, column]), read[row, column].tolist()
+                before = self.given[row, slot - 1] if slot else np.array([0, TEXT])
+                assert kind in (TEXT, BLOCK, PADDING) and (kind == TEXT or digest == 0)
+                assert kind != TEXT or before[1] == TEXT, "text behind a block"
+                assert kind != TEXT or slot == 0 or digest == chained(int(before[0]), token), "another token's"
+                assert kind != BLOCK or before[1] == TEXT or token == self.laws.vocab, "a block of other tokens"
+                self.given[row, slot] = digest, kind
+            self.given[row, past + width :, 1] = PADDING
+        return super(FeatureToy, self).forward(tokens, past_lens, logit_index)
+
+    def _logits(self, row, context):
+        if not self.spec.reads_features:
+            return super()._logits(row, context)
+        kinds = self.given[row, :, 1].tolist()
+        texts, place = kinds.index(BLOCK) if BLOCK in kinds else len(context), len(context) - 1
+        if place <= texts or kinds[place] == PADDING:
+            return np.full(self.spec.vocab_size, np.nan)  # what stands there is nobody's to look at
+        told = [int(digest) for digest in self.given[row, :texts, 0]]
+        with np.errstate(divide="ignore"):
+            return np.log(self.laws.behind(told, int(context[texts]), place - texts, kinds.count(BLOCK)))
+
+
+def drafting(engines: Any, *prompts: list[int], reach: int | None = None) -> tuple[Decoder, list[Any]]:
+    """A decoder whose models have read the prompts, and its rows."""
+    made = Decoder(*engines, costs=FixedCosts())
+    model = Settings(draft="model", max_new_tokens=99)
+    rows = [made._admission.row(i, list(prompt), model, Sample(), (), None) for i, prompt in enumerate(prompts)]
+    made._target.reset(len(rows))
+    made._prefill(rows)
+    made._model.reset(rows, *([] if reach is None else [reach]))
+    made._model.prefill(rows)
+    return made, rows
+
+
+def said(made: Decoder, rows: list[Any], lengths: list[int]) -> list[list[int]]:
+    return [draft.tokens for draft in made._model.propose(rows, lengths)]
+
+
+def commit(made: Decoder, rows: list[Any], drafts: Any, accepted: list[int], more: list[int]) -> None:
+    """A round that kept so many of each row's draft, and got ``more``."""
+    pieces = [[row.sequence.tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
+    made._target.all_logits(pieces, [row.sequence.cached for row in rows])
+    for place, (row, draft, kept, token) in enumerate(zip(rows, drafts, accepted, more, strict=True)):
+        row.sequence.tokens += [*draft[:kept], token]
+        if draft:
+            made._model.observe(place, kept)

@@ -4,27 +4,17 @@ the law stays the target's, and what it has read and what it lacks is counted as
 from __future__ import annotations
 
 import dataclasses
-import zlib
 
 import numpy as np
 import pytest
-from support_features import ROWS, FeatureToy, Laws, chained, digests
+from support_features import BlockLaws, commit, digests, drafting, said
 from support_runtime import (
-    Branches,
     FixedCosts,
-    ScriptedNoise,
     collect,
-    distance,
-    draw_with_coins,
-    law,
-    rounded,
-    target_law,
 )
 from test_mutants import Mutant, must_die
 
-from leadout.engines.base import BLOCK, PADDING, TEXT
-from leadout.errors import UsageError
-from leadout.runtime import admission, block_drafter, drafters, feature_drafter, parallel_drafter
+from leadout.runtime import block_drafter, drafters, feature_drafter, parallel_drafter
 from leadout.runtime.block_drafter import BlockDrafter
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
@@ -34,63 +24,6 @@ from leadout.runtime.vocabulary import VocabularyMap
 VOCAB = 13  # and so is the mask called, an id that no text has
 MOST = 7  # tokens of a block
 LONG = [(3 * i * i + i) % VOCAB for i in range(40)]
-MODEL = Settings(draft="model", max_new_tokens=99)
-
-
-class BlockLaws(Laws):
-    """q of the j-th token behind a text: for the most part p behind what is likeliest until there, for the rest a law
-    of all of the text and of how long the block is."""
-
-    def behind(self, told: list[int], anchor: int, place: int, block: int) -> np.ndarray:
-        last = chained(told[-1] if told else 0, anchor)
-        for _ in range(place - 1):
-            last = chained(last, int(self.tables[0, last % ROWS].argmax()))
-        other = zlib.crc32(np.array([*told, anchor, place, block]).tobytes()) % ROWS
-        return (1 - self.share) * self.tables[0, last % ROWS] + self.share * self.tables[1, other]
-
-    def target(self, context: int = 256) -> FeatureToy:
-        return BlockToy(self, reads=False, max_context=context)
-
-    def head(self, context: int = 256, most: int | None = MOST) -> FeatureToy:
-        made = BlockToy(self, reads=True, max_context=context)
-        made.spec = dataclasses.replace(made.spec, mask_token=self.vocab, block=most)
-        return made
-
-
-class BlockToy(FeatureToy):
-    """Its features of a token are the digest of the text up to it, and that it is text. The head is told as much of
-    each row, and whatever it is told beside another token is found out at once."""
-
-    def forward(self, tokens, past_lens, logit_index=None):
-        if not self.spec.reads_features:
-            found = super().forward(tokens, past_lens, logit_index)
-            self.given[:, :, 1] = TEXT
-            return found
-        read, self._beside = self._beside, None
-        rows, width = tokens.shape
-        assert read.shape == (rows, width, 2), "a head is told anew before each of its steps"
-        for row, past in enumerate(past_lens.tolist()):
-            for column in range(width):
-                slot, token, (digest, kind) = past + column, int(tokens[row, column]), read[row, column].tolist()
-                before = self.given[row, slot - 1] if slot else np.array([0, TEXT])
-                assert kind in (TEXT, BLOCK, PADDING) and (kind == TEXT or digest == 0)
-                assert kind != TEXT or before[1] == TEXT, "text behind a block"
-                assert kind != TEXT or slot == 0 or digest == chained(int(before[0]), token), "another token's"
-                assert kind != BLOCK or before[1] == TEXT or token == self.laws.vocab, "a block of other tokens"
-                self.given[row, slot] = digest, kind
-            self.given[row, past + width :, 1] = PADDING
-        return super(FeatureToy, self).forward(tokens, past_lens, logit_index)
-
-    def _logits(self, row, context):
-        if not self.spec.reads_features:
-            return super()._logits(row, context)
-        kinds = self.given[row, :, 1].tolist()
-        texts, place = kinds.index(BLOCK) if BLOCK in kinds else len(context), len(context) - 1
-        if place <= texts or kinds[place] == PADDING:
-            return np.full(self.spec.vocab_size, np.nan)  # what stands there is nobody's to look at
-        told = [int(digest) for digest in self.given[row, :texts, 0]]
-        with np.errstate(divide="ignore"):
-            return np.log(self.laws.behind(told, int(context[texts]), place - texts, kinds.count(BLOCK)))
 
 
 LAWS = BlockLaws(VOCAB)
@@ -101,35 +34,10 @@ def pair(*, context=256, most=MOST):
     return LAWS.target(), LAWS.head(context, most)
 
 
-def drafting(*prompts, reach=None):
-    """A decoder whose models have read the prompts, and its rows."""
-    made = Decoder(*pair(), costs=FixedCosts())
-    rows = [made._admission.row(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
-    made._target.reset(len(rows))
-    made._prefill(rows)
-    made._model.reset(rows, *([] if reach is None else [reach]))
-    made._model.prefill(rows)
-    return made, rows
-
-
-def said(made, rows, lengths):
-    return [draft.tokens for draft in made._model.propose(rows, lengths)]
-
-
 def expected(text, length):
     told = digests(text[:-1])
     laws = [LAWS.behind(told, text[-1], place, length + 1) for place in range(1, length + 1)]
     return [int(each.argmax()) for each in laws]
-
-
-def commit(made, rows, drafts, accepted, more):
-    """A round that kept so many of each row's draft, and got ``more``."""
-    pieces = [[row.sequence.tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
-    made._target.all_logits(pieces, [row.sequence.cached for row in rows])
-    for place, (row, draft, kept, token) in enumerate(zip(rows, drafts, accepted, more, strict=True)):
-        row.sequence.tokens += [*draft[:kept], token]
-        if draft:
-            made._model.observe(place, kept)
 
 
 def it_says_what_comes_of_all_of_the_text(*_):
@@ -141,7 +49,7 @@ def it_says_what_comes_of_all_of_the_text(*_):
             (LONG,),
             ([4],),
         ):
-            made, rows = drafting(*prompts)
+            made, rows = drafting(pair(), *prompts)
             asked = lengths[: len(rows)]
             assert isinstance(made._model, BlockDrafter)
             for accepted in (2, 0, 9):
@@ -153,7 +61,7 @@ def it_says_what_comes_of_all_of_the_text(*_):
 
 
 def a_draft_is_one_step(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     calls = made._model._stepper.engine.calls
     for length, accepted, text in ((4, 4, 1), (3, 0, 6), (6, 2, 2), (1, 0, 4)):  # what began the last block with them
         calls.clear()
@@ -163,14 +71,14 @@ def a_draft_is_one_step(*_):
 
 
 def it_is_asked_for_no_more_than_it_was_taught(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     assert made._model.room(row) == MOST
     whole = Decoder(*pair(most=None), costs=FixedCosts())
     assert whole._model.room(row) > MOST
 
 
 def what_it_wrote_itself_it_reads_again(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     model = made._model
     assert model.behind([row]) == 0
     (draft,) = said(made, [row], [5])
@@ -184,7 +92,7 @@ def what_it_wrote_itself_it_reads_again(*_):
 
 
 def rows_that_leave_take_that_along(*_):
-    made, rows = drafting(LONG, LONG[:9])
+    made, rows = drafting(pair(), LONG, LONG[:9])
     drafts = said(made, rows, [2, 5])
     commit(made, rows, drafts, [0, 4], [7, 7])
     made._target.engine.copy_row(1, 0)
@@ -194,7 +102,7 @@ def rows_that_leave_take_that_along(*_):
 
 
 def beside_others_it_reads_what_the_target_has_read(*_):
-    made, rows = drafting(LONG, LONG[:9])
+    made, rows = drafting(pair(), LONG, LONG[:9])
     drafts = said(made, rows, [1, 1])
     commit(made, rows, drafts, [0, 0], [1, 1])
     for _ in range(4):
@@ -233,7 +141,7 @@ def texts_are_the_target_s(*_):
 
 
 def of_long_texts_it_reads_the_end(*_):
-    made, (row,) = drafting(LONG, reach=6)
+    made, (row,) = drafting(pair(), LONG, reach=6)
     head = made._model._stepper.engine
     assert sum(width for _, width in head.calls) == 6
     said(made, [row], [3])
@@ -282,36 +190,6 @@ def test_mutant_is_killed(mutant, monkeypatch):
     must_die(mutant, CHECKS, monkeypatch)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, "auto"])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_is_the_target_s(rule, length, monkeypatch):
-    laws, prompt = BlockLaws(3, share=0.6, sharpness=1.0), [1, 2]
-    options = Settings(
-        max_new_tokens=3, ignore_eos=True, temperature=0.5, rule=rule, draft="model", draft_length=length
-    )
-
-    def run(branches: Branches) -> tuple[int, ...]:
-        with monkeypatch.context() as patch:
-            patch.setattr(admission, "Noise", lambda seed, stream=0: ScriptedNoise(branches))
-            draw_with_coins(patch)
-            events = list(Decoder(laws.target(), laws.head()).decode([(prompt, options)]))
-            return tuple(token for event in events for token, _ in event.tokens)
-
-    found = law(run)
-    assert distance(found, target_law(rounded(laws.p, prompt, power=2.0), 3, 3)) < 1e-12
-    assert np.isclose(sum(found.values()), 1.0)
-
-
-@pytest.mark.parametrize("draft", ["auto", "suffix", "none"])
-def test_whoever_drafts_beside_it_the_text_is_the_target_s(draft):
-    """Rounds of others leave tokens to be read later, beside features that were kept."""
-    repeating = LONG[:6] * 6
-    made, plain = Decoder(*pair(), costs=FixedCosts()), Decoder(LAWS.target(), None)
-    for prompt in (repeating, LONG, repeating):
-        texts, _ = collect(made.decode([(prompt, Settings(max_new_tokens=80, draft=draft))]), 1)
-        assert texts == collect(plain.decode([(prompt, Settings(max_new_tokens=80, draft="none"))]), 1)[0]
-
-
 def test_siblings_read_one_prompt():
     made = Decoder(*pair(), costs=FixedCosts())
     settings = Settings(max_new_tokens=20, draft="model", draft_length=3, temperature=1.0, seed=5)
@@ -332,10 +210,3 @@ def test_a_trimmed_head_says_its_drafts_in_the_target_s_ids():
     plain = Decoder(LAWS.target(), None)
     assert texts == collect(plain.decode([(LONG, Settings(max_new_tokens=60, draft="none"))]), 1)[0]
     assert last[0].stats.accepted > last[0].stats.rounds / 2
-
-
-def test_it_proposes_no_trees_and_does_not_draft_ahead():
-    with pytest.raises(UsageError, match="draft_ahead: a "):
-        Decoder(*pair(), draft_ahead=True)
-    made = Decoder(*pair(), draft_ahead="auto")
-    assert made.ahead is None and not made.branches

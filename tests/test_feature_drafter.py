@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support_features import Laws, digests
+from support_features import BlockLaws, Laws, commit, digests, drafting, said
 from support_runtime import (
     Branches,
     FixedCosts,
@@ -32,7 +32,6 @@ from leadout.runtime.vocabulary import VocabularyMap
 VOCAB = 13
 LONG = [(3 * i * i + i) % VOCAB for i in range(40)]
 LAWS = Laws(VOCAB)
-MODEL = Settings(draft="model", max_new_tokens=99)
 
 
 def pair(*, context=256):
@@ -44,35 +43,10 @@ def plain_pair(*, context=256):
     return ToyEngine(LAWS.p, VOCAB), ToyEngine(LAWS.q_of, VOCAB, max_context=context)
 
 
-def drafting(*prompts, engines=pair, reach=None):
-    """A decoder whose models have read the prompts, and its rows."""
-    made = Decoder(*engines(), costs=FixedCosts())
-    rows = [made._admission.row(i, list(prompt), MODEL, Sample(), (), None) for i, prompt in enumerate(prompts)]
-    made._target.reset(len(rows))
-    made._prefill(rows)
-    made._model.reset(rows, *([] if reach is None else [reach]))
-    made._model.prefill(rows)
-    return made, rows
-
-
-def said(made, rows, lengths):
-    return [draft.tokens for draft in made._model.propose(rows, lengths)]
-
-
-def commit(made, rows, drafts, accepted, more):
-    """A round that kept so many of each row's draft, and got ``more``."""
-    pieces = [[row.sequence.tokens[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
-    made._target.all_logits(pieces, [row.sequence.cached for row in rows])
-    for place, (row, draft, kept, token) in enumerate(zip(rows, drafts, accepted, more, strict=True)):
-        row.sequence.tokens += [*draft[:kept], token]
-        if draft:
-            made._model.observe(place, kept)
-
-
 def it_says_what_it_would_say_beside_the_true_features(*_):
     for lengths in ([5, 5, 5], [1, 6, 3], [4, 0, 2], [0, 0, 3], [1, 1, 1]):
         for prompts in ((LONG, LONG[:7], LONG[3:20]), (LONG, LONG, LONG[3:10]), (LONG[:5], LONG, LONG)):
-            (one, rows), (other, again) = drafting(*prompts), drafting(*prompts, engines=plain_pair)
+            (one, rows), (other, again) = drafting(pair(), *prompts), drafting(plain_pair(), *prompts)
             assert isinstance(one._model, FeatureDrafter) and type(other._model) is ModelDrafter
             for accepted in (2, 0, 9):
                 drafts = said(one, rows, lengths)
@@ -83,7 +57,7 @@ def it_says_what_it_would_say_beside_the_true_features(*_):
 
 
 def text_is_read_beside_the_target_s(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     head = made._model._stepper.engine
     for length, accepted in ((4, 4), (3, 0), (6, 2), (1, 1), (5, 3)):
         (draft,) = said(made, [row], [length])
@@ -94,7 +68,7 @@ def text_is_read_beside_the_target_s(*_):
 
 
 def a_step_a_token_and_what_is_unread_with_the_first(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     calls = made._model._stepper.engine.calls
     for length, accepted, width in ((4, 4, 1), (3, 0, 5), (6, 2, 1), (1, 0, 3)):  # four and two are read again
         calls.clear()
@@ -105,7 +79,7 @@ def a_step_a_token_and_what_is_unread_with_the_first(*_):
 
 
 def what_it_wrote_itself_it_reads_again(*_):
-    made, (row,) = drafting(LONG)
+    made, (row,) = drafting(pair(), LONG)
     model = made._model
     assert model.behind([row]) == 0
     (draft,) = said(made, [row], [5])
@@ -119,13 +93,13 @@ def what_it_wrote_itself_it_reads_again(*_):
 
 
 def rows_that_leave_take_that_along(*_):
-    made, rows = drafting(LONG, LONG[:9])
+    made, rows = drafting(pair(), LONG, LONG[:9])
     drafts = said(made, rows, [2, 5])
     commit(made, rows, drafts, [0, 4], [7, 7])
     made._target.engine.copy_row(1, 0)
     made._model.move(1, 0)
     assert made._model.behind([rows[1]]) == 4
-    alone, (row,) = drafting(LONG[:9])
+    alone, (row,) = drafting(pair(), LONG[:9])
     drafts = said(alone, [row], [5])
     commit(alone, [row], drafts, [4], [7])
     assert said(made, [rows[1]], [4]) == said(alone, [row], [4])
@@ -161,7 +135,7 @@ def texts_are_the_target_s(*_):
 
 
 def of_long_texts_it_reads_the_end(*_):
-    made, (row,) = drafting(LONG, reach=6)
+    made, (row,) = drafting(pair(), LONG, reach=6)
     head = made._model._stepper.engine
     assert sum(width for _, width in head.calls) == 6
     said(made, [row], [3])
@@ -209,8 +183,9 @@ def test_mutant_is_killed(mutant, monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 2, 3, "auto"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_is_the_target_s(rule, length, monkeypatch):
-    laws, prompt = Laws(3, share=0.6, sharpness=1.0), [1, 2]
+@pytest.mark.parametrize("kind", [Laws, BlockLaws])
+def test_the_law_is_the_target_s(kind, rule, length, monkeypatch):
+    laws, prompt = kind(3, share=0.6, sharpness=1.0), [1, 2]
     options = Settings(
         max_new_tokens=3, ignore_eos=True, temperature=0.5, rule=rule, draft="model", draft_length=length
     )
@@ -228,11 +203,12 @@ def test_the_law_is_the_target_s(rule, length, monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ["auto", "suffix", "none"])
-def test_whoever_drafts_beside_it_the_text_is_the_target_s(draft):
+@pytest.mark.parametrize("kind", [Laws, BlockLaws])
+def test_whoever_drafts_beside_it_the_text_is_the_target_s(kind, draft):
     """Rounds of others leave tokens to be read later, beside features that were kept."""
-    repeating = LONG[:6] * 6
-    made = Decoder(*pair(), costs=FixedCosts())
-    plain = Decoder(LAWS.target(), None)
+    laws, repeating = kind(VOCAB), LONG[:6] * 6
+    made = Decoder(laws.target(), laws.head(), costs=FixedCosts())
+    plain = Decoder(laws.target(), None)
     for prompt in (repeating, LONG, repeating):
         texts, _ = collect(made.decode([(prompt, Settings(max_new_tokens=80, draft=draft))]), 1)
         assert texts == collect(plain.decode([(prompt, Settings(max_new_tokens=80, draft="none"))]), 1)[0]
@@ -260,10 +236,12 @@ def test_a_trimmed_head_says_its_drafts_in_the_target_s_ids():
     assert last[0].stats.accepted > last[0].stats.rounds / 2
 
 
-def test_it_proposes_no_trees_and_does_not_draft_ahead():
-    with pytest.raises(UsageError, match="draft_ahead: a head that reads its target's features cannot"):
-        Decoder(*pair(), draft_ahead=True)
-    made = Decoder(*pair(), draft_ahead="auto")
+@pytest.mark.parametrize("kind", [Laws, BlockLaws])
+def test_it_proposes_no_trees_and_does_not_draft_ahead(kind):
+    laws = kind(VOCAB)
+    with pytest.raises(UsageError, match=r"draft_ahead: a .* cannot"):
+        Decoder(laws.target(), laws.head(), draft_ahead=True)
+    made = Decoder(laws.target(), laws.head(), draft_ahead="auto")
     assert made.ahead is None and not made.branches
     with pytest.raises(UsageError, match="branches: a head that reads its target's features proposes no trees"):
         made.decode([(LONG, Settings(branches=(2, 2), draft="model", rule="greedy"))])
