@@ -51,6 +51,17 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def spelled(name: str, value: object) -> str:
+    """``value`` as a str. Raises UsageError unless it is one of at least one character, all of them whole."""
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be text of at least one character, not {shown(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} must be text of whole characters: a lone surrogate at {error.start}") from None
+    return str(value)
+
+
 def one_of(name: str, value: object, known: Collection[str]) -> None:
     """Raise UsageError unless ``value`` is among ``known``."""
     if not isinstance(value, str) or value not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,7 @@ from operator import mul
 from typing import Any, Literal
 
 from ..errors import UsageError, shown
-from .ranges import flag, integer, items, number, one_of, share
+from .ranges import flag, integer, items, number, one_of, share, spelled
 
 DraftKind = Literal["auto", "model", "suffix", "siblings", "recycling", "ngram", "none"]
 DraftAhead = bool | Literal["auto"]
@@ -25,6 +26,7 @@ MAX_DRAFT_LENGTH = 16
 MAX_GUESS_LENGTH = 63  # that of free drafters where the length is auto: with the token before it a step of 64
 MAX_NODES = 64
 TREE_RULES = ("auto", "greedy", "coupled", "rejection")
+GRAMMARS = ("json_schema", "regex", "grammar")
 
 _MAX_SEED, _MAX_TOKEN_ID = 2**63 - 1, 2**31 - 1
 _INTEGERS = {"max_new_tokens": 1, "min_new_tokens": 0, "top_k": 0}  # the least of each
@@ -61,6 +63,10 @@ class Settings:
     verified by greedy, coupled or rejection. ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and
     ``lenient`` (with ``leniency``) are lossy, see ``lossy.py``; all three are in (0, 1], None takes the default there,
     and belong to their rule alone.
+
+    ``json_schema`` (an object, or JSON text of one; text is what is kept), ``regex`` or ``grammar`` (Lark) say what the
+    answer must be, see ``grammar.py``. One of them at most; without ``min_new_tokens``, ``ignore_eos`` and a
+    ``logit_bias`` of -inf, each of which could leave no token that may follow.
     """
 
     max_new_tokens: int = 128
@@ -84,6 +90,9 @@ class Settings:
     typical_epsilon: float | None = None
     typical_delta: float | None = None
     leniency: float | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         one_of("draft", self.draft, DRAFTS)
@@ -107,6 +116,7 @@ class Settings:
             self._check_lossy(name)
         if self.rule == "greedy" and self.temperature > 0:
             raise UsageError(f"rule 'greedy' needs temperature 0, not {self.temperature:g}")
+        self._check_grammar()
 
     @property
     def acceptance_rule(self) -> Rule:
@@ -126,6 +136,14 @@ class Settings:
         drafts that depend on this request alone, neither on earlier ones nor on a clock."""
         fixed = bool(self.branches) or (self.draft in ("model", "ngram") and self.draft_length != "auto")
         return fixed or self.draft == "none" or self.acceptance_rule in ("greedy", "coupled")
+
+    @property
+    def asked_grammar(self) -> tuple[str, str] | None:
+        """The setting that says what the answer must be, and its text."""
+        for name in GRAMMARS:
+            if (found := getattr(self, name)) is not None:
+                return name, found
+        return None
 
     def _keep(self, name: str, value: object) -> None:
         """Put what was checked in place of what was given."""
@@ -175,6 +193,34 @@ class Settings:
             bias = number(f"logit_bias of token {token_id}", value, -_MAX_BIAS, _MAX_BIAS, also=-math.inf)
             biases[token_id] = bias
         self._keep("logit_bias", biases)
+
+    def _check_grammar(self) -> None:
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if not given:
+            return
+        if len(given) > 1:
+            raise UsageError(f"{given[0]} and {given[1]} exclude each other: one of them says what the answer must be")
+        name = given[0]
+        self._keep(name, schema(self.json_schema) if name == "json_schema" else spelled(name, getattr(self, name)))
+        if self.min_new_tokens:
+            raise UsageError(f"min_new_tokens and {name} exclude each other: an answer that is complete must end")
+        if self.ignore_eos:
+            raise UsageError(f"ignore_eos and {name} exclude each other: an answer that is complete must end")
+        if -math.inf in self.logit_bias.values():
+            raise UsageError(f"a logit_bias of -inf and {name} exclude each other (-1e12 is possible)")
+
+
+def schema(value: object) -> str:
+    """A JSON schema as text. Raises UsageError for what is no JSON object."""
+    try:
+        said = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        if isinstance(json.loads(said), dict):
+            return spelled("json_schema", said)
+    except RecursionError:
+        raise UsageError("json_schema must be a JSON object: this one is nested too deep") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"json_schema must be a JSON object, or text of one: {error}") from None
+    raise UsageError(f"json_schema must be a JSON object, or text of one, not {shown(value)}")
 
 
 SETTINGS = {each.name: each for each in fields(Settings)}

@@ -49,6 +49,11 @@ def draft_length(value: str) -> int | str:
         raise click.BadParameter(f"'{value}' is neither a number nor 'auto'") from None
 
 
+def schema(value: str) -> str:
+    """JSON text of an object as it is, or what is in the file of that name."""
+    return value if value.lstrip().startswith("{") else read_text(value)
+
+
 def branches(value: str) -> tuple[int, ...]:
     """``3,2,1``: children a node, by depth."""
     try:
@@ -121,6 +126,9 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--typical-epsilon", {"type": float, "metavar": "E", "help": "For rule typical, 0 to 1. [default: 0.09]"}),
     ("--typical-delta", {"type": float, "metavar": "D", "help": "For rule typical, 0 to 1. [default: 0.3]"}),
     ("--leniency", {"type": float, "metavar": "L", "help": "For rule lenient, 0 to 1; 1 is exact. [default: 0.5]"}),
+    ("--json-schema", {"type": TEXT, "metavar": "FILE|JSON", "help": "Answer with JSON that has this schema."}),
+    ("--regex", {"type": TEXT, "metavar": "TEXT", "help": "Answer with text that this regular expression matches."}),
+    ("--grammar", {"type": click.Path(), "metavar": "FILE", "help": "Answer with text of this Lark grammar."}),
 )
 
 DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -187,6 +195,9 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
         found["logit_bias"] = by_token(found["logit_bias"])
     if "stop_token_id" in found:
         found["stop_token_ids"] = found.pop("stop_token_id")
+    for name, read in (("json_schema", schema), ("grammar", read_text)):
+        if name in found:
+            found[name] = read(found[name])
     return found
 
 
