@@ -38,12 +38,12 @@ from leadout.runtime.vigil import Vigil
 DRAFTERS, FIRST = Commons.drafters, Coverage.first_length
 
 
-def with_recycling(commons: Commons, kind: str, family: Any = None, *, model: bool = False) -> list[Any]:
-    return DRAFTERS(commons, kind, family, model=False)
+def with_recycling(commons: Commons, kind: str, family: Any = None, **how: Any) -> list[Any]:
+    return DRAFTERS(commons, kind, family, **how | {"model": False})
 
 
-def without_earlier_texts(commons: Commons, kind: str, family: Any = None, *, model: bool = False) -> list[Any]:
-    return [each for each in DRAFTERS(commons, kind, family, model=model) if not isinstance(each, EarlierTexts)]
+def without_earlier_texts(commons: Commons, kind: str, family: Any = None, **how: Any) -> list[Any]:
+    return [each for each in DRAFTERS(commons, kind, family, **how) if not isinstance(each, EarlierTexts)]
 
 
 def promised(pace: Pace, this: Round, auto: Any) -> float:

@@ -11,6 +11,8 @@ from operator import mul
 from ..engines.base import Engine, ModelSpec
 from ..errors import ContextError, UsageError
 from .cascade import Cascade, Commons
+from .grammar import Grammar
+from .grammars import Grammars
 from .kinds import Kind, repeats
 from .noise import Noise
 from .policy import AutoLength, FixedLength, Pace, Policy
@@ -62,15 +64,33 @@ def check_branches(branches: Items[int], engines: Mapping[str, Engine], *, trees
 class Admission:
     """Makes the rows of one decoder: each knows what those before it left behind (``commons``)."""
 
-    def __init__(self, spec: ModelSpec, pace: Pace, *, model: bool, policy: Policy | None = None) -> None:
-        """``spec`` is the target's; ``model``: there is a draft model; ``policy`` as for ``Decoder``."""
-        self._spec, self._pace, self._model, self._given = spec, pace, model, policy
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pace: Pace,
+        *,
+        model: bool,
+        policy: Policy | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """``spec`` is the target's; ``model``: there is a draft model; ``policy``, ``grammars`` as for ``Decoder``."""
+        self._spec, self._pace, self._model, self._given, self._grammars = spec, pace, model, policy, grammars
         self._unrepeatable = count()
         self.commons = Commons()
 
     def forget(self) -> None:
         """No row that is made from now on knows of those before."""
         self.commons = Commons()
+        if self._grammars is not None:
+            self._grammars.forget()
+
+    def grammar(self, settings: Settings, eos: Collection[int]) -> Grammar | None:
+        """What binds an answer that ends at ``eos``. Raises UsageError for what cannot be compiled."""
+        if settings.asked_grammar is None:
+            return None
+        if self._grammars is None:
+            raise UsageError(f"{settings.asked_grammar[0]}: this decoder has no tokenizer (a Pair's has)")
+        return self._grammars.of(settings, eos)
 
     def row(
         self,
@@ -85,9 +105,10 @@ class Admission:
         spec = self._spec
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
         seed = sample.seed if settings.seed is None else settings.seed
-        chain = Chain(settings, spec.vocab_size, prompt, ends)
-        stop = matchers(index) if matchers is not None else None
-        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt))
+        grammar = self.grammar(settings, eos)
+        chain = Chain(settings, spec.vocab_size, prompt, ends, grammar)
+        stop = ending(grammar, matchers(index) if matchers is not None else None)
+        kind = Kind(settings.temperature > 0, settings.draft != "none" and repeats(prompt), grammar is not None)
         policy = self._policy(settings, kind)
         return Row(
             index=index,
@@ -95,7 +116,7 @@ class Admission:
             sequence=Sequence(list(prompt), len(prompt), settings.max_new_tokens, spec.max_context, ends, stop),
             sampler=Sampler(settings.acceptance_rule, chain, Noise(seed, self._stream(settings, sample))),
             policy=policy,
-            cascade=self._cascade(settings, policy, sample, kind),
+            cascade=self._cascade(settings, policy, sample, kind, grammar),
         )
 
     def _stream(self, settings: Settings, sample: Sample) -> int:
@@ -115,8 +136,23 @@ class Admission:
             return FixedLength(settings.draft_length)
         return AutoLength(self._pace, kind)
 
-    def _cascade(self, settings: Settings, policy: Policy, sample: Sample, kind: Kind) -> Cascade | None:
+    def _cascade(
+        self, settings: Settings, policy: Policy, sample: Sample, kind: Kind, grammar: Grammar | None
+    ) -> Cascade | None:
         if settings.draft in ("model", "none"):
             return None
         model = policy if isinstance(policy, AutoLength) else None
-        return Cascade(settings, self.commons, self._pace, model, sample.family, kind)
+        return Cascade(settings, self.commons, self._pace, model, sample.family, kind, grammar)
+
+
+def ending(grammar: Grammar | None, stop: StopMatcher | None) -> StopMatcher | None:
+    """``stop``, which also says where an answer is complete that no token can end."""
+    if grammar is None or grammar.ends:
+        return stop
+
+    def matched(new: list[int]) -> int | None:
+        complete = grammar.ending(new)
+        told = None if stop is None else stop(new[:complete])
+        return complete if told is None else told
+
+    return matched

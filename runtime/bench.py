@@ -127,8 +127,9 @@ class Bench:
         self.draft = None if pair.draft is None else Timed(pair.draft, self._spans)
         tempo = Tempo()
         alone = Timed(plain or pair.target, self._spans)  # what watching takes, both sides pay
-        self.plain = Decoder(alone, None, exact=False, costs=Costs(tempo=tempo))
+        self.plain = Decoder(alone, None, exact=False, costs=Costs(tempo=tempo), grammars=pair.grammars)
         shared: dict[str, Any] = {"exact": pair.exact, "vocabulary": pair.vocabulary, "draft_ahead": pair.draft_ahead}
+        shared["grammars"] = pair.grammars
         self.speculative = Decoder(self.target, self.draft, costs=Costs(pair.known, tempo), **shared)
         # has not seen the batch's answers
         self.single = Decoder(self.target, self.draft, costs=Costs(pair.known, tempo), **shared)

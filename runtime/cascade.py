@@ -11,8 +11,10 @@ from typing import NamedTuple
 from ..engines.base import Logits
 from .easiness import Easiness
 from .family import Family
+from .forced import ForcedDrafter
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
 from .gain import BY_GUESSES, pays, worth
+from .grammar import Grammar
 from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
@@ -61,11 +63,15 @@ class Commons:
             self._experiences[kind] = Experience(unaided=Unaided() if kind.repeats else None)
         return self._experiences[kind]
 
-    def drafters(self, kind: str, family: Family | None = None, *, model: bool = False) -> list[FreeDrafter]:
+    def drafters(
+        self, kind: str, family: Family | None = None, *, model: bool = False, grammar: Grammar | None = None
+    ) -> list[FreeDrafter]:
         """The free drafters of one row that drafts with ``kind`` (a value of ``Settings.draft``); of equals the first
         is preferred. ``family``: the answers to its prompt, if there are others. ``model``: on a miss a draft model
-        may be asked, beside which recycled tokens bring nothing (docs/notes.md)."""
+        may be asked, beside which recycled tokens bring nothing (docs/notes.md). ``grammar``: what binds the row."""
         made: list[FreeDrafter] = []
+        if kind == "auto" and grammar is not None:
+            made.append(ForcedDrafter(grammar))
         if kind == "ngram":
             made.append(NgramDrafter())
         if kind in ("suffix", "auto"):
@@ -126,12 +132,14 @@ class Cascade:
         model: AutoLength | None,
         family: Family | None = None,
         kind: Kind = GREEDY,
+        grammar: Grammar | None = None,
     ) -> None:
-        """``model`` estimates the draft model (None: it is not to be asked)."""
+        """``model`` estimates the draft model (None: it is not to be asked); ``grammar`` binds the row before its first
+        token."""
         self._kind, self._fixed = settings.draft, None if settings.draft_length == "auto" else settings.draft_length
         self._commons, self._pace, self._model = commons, pace, model
         self._experience = experience = commons.experience(kind)
-        drafters = commons.drafters(settings.draft, family, model=model is not None)
+        drafters = commons.drafters(settings.draft, family, model=model is not None, grammar=grammar)
         self._drafters = [experience.calibrated(each) for each in drafters]
         self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]

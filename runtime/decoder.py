@@ -19,6 +19,7 @@ from .confidence import Watch
 from .costs import Costs
 from .drafters import Draft, Drafter
 from .foreign_draft import model_drafter
+from .grammars import Grammars
 from .joint import NOBODY, Plan, together
 from .policy import AutoLength, Pace, Policy
 from .prefill import prefill
@@ -67,10 +68,12 @@ class Decoder:
         vocabulary: VocabularyMap | None = None,
         draft_ahead: DraftAhead = False,
         policy: Policy | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
         they are not the same ids; ``draft_ahead``: the draft model works while the target does, ``ahead`` (None where
-        nobody does); ``policy``: that of all requests, whatever their settings say of it."""
+        nobody does); ``policy``: that of all requests, whatever their settings say of it; ``grammars``: of the target's
+        tokenizer, if requests may ask for one."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self.costs = Costs() if costs is None else costs
@@ -86,7 +89,9 @@ class Decoder:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
         self._pace = Pace(self.costs, self._target.narrowest)
         self._pace.prices.rereads = self._model is not None and self._model.rereads
-        self._admission = Admission(target.spec, self._pace, model=self._model is not None, policy=policy)
+        self._admission = Admission(
+            target.spec, self._pace, model=self._model is not None, policy=policy, grammars=grammars
+        )
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
@@ -109,6 +114,7 @@ class Decoder:
         """
         for prompt, settings in requests:
             check_request(prompt, settings, self._engines, trees=self._trees is not None)
+            self._admission.grammar(settings, eos_token_ids)
         if len({settings.branches for _, settings in requests}) > 1:
             raise UsageError("branches must be the same for all requests of a batch: their steps are one")
         given = samples([prompt for prompt, _ in requests]) if siblings is None else siblings

@@ -1,6 +1,6 @@
 """Decides which texts teach about each other. A guess that is right in nine greedy texts of ten may be wrong in every
 other sampled one; and where a text copies itself, as edits do, free drafters are at their best and the draft model
-earns less than elsewhere. So what rounds show is kept apart by kinds of text.
+earns less than elsewhere; and what a grammar forces is sure. So what rounds show is kept apart by kinds of text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ _SHARE = 0.6  # of those places (of prompts of four kinds all edits are above 0.
 
 
 class Kind(NamedTuple):
-    """Whether tokens are drawn, and whether the text repeats itself (``repeats``)."""
+    """Whether tokens are drawn, whether the text repeats itself (``repeats``), and whether a grammar binds it."""
 
     sampled: bool = False
     repeats: bool = False
+    bound: bool = False
 
 
 GREEDY = Kind()

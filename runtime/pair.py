@@ -17,6 +17,7 @@ from .ahead import check_ahead
 from .answers import Answer, Piece, Result, Stream
 from .costs import Cost, Costs
 from .decoder import Decoder, Event
+from .grammars import Grammars
 from .prompts import Chat, Prompt, Request, check_ids, check_text, is_single
 from .ranges import flag, integer, one_of
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
@@ -58,6 +59,7 @@ class Pair:
         self.bundle, self.codec, self.target, self.draft, self.exact = bundle, codec, target, draft, exact
         self.batch_size, self.vocabulary, self.draft_ahead = batch_size, vocabulary, draft_ahead
         self.known, self.note = known, note
+        self.grammars = Grammars(codec, target.spec.vocab_size)
         self.decoder = Decoder(
             target,
             draft,
@@ -65,6 +67,7 @@ class Pair:
             costs=Costs(known) if known else None,
             vocabulary=vocabulary,
             draft_ahead=draft_ahead,
+            grammars=self.grammars,
         )
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
@@ -120,7 +123,7 @@ class Pair:
         return Stream(self._pieces(self._start([prompt], settings)))
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
-        """The bundle's defaults with ``given`` on top, checked."""
+        """The bundle's defaults with ``given`` on top, checked; a grammar is compiled."""
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
@@ -128,6 +131,7 @@ class Pair:
         if settings.draft == "model" and self.draft is None:
             possible = ", ".join(draft for draft in DRAFTS if draft != "model")
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")
+        self.grammars.of(settings, self.bundle.manifest.models["target"].eos_token_ids)
         return settings
 
     def _start(self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1) -> Iterator[tuple[Answer, Event]]:
@@ -208,8 +212,8 @@ class Pair:
         )
 
     def forget(self) -> None:
-        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests, and what the models' caches hold
-        of the last (speed alone depends on it). What is running goes on with what it has."""
+        """Drop what ``draft`` suffix, recycling and auto remember of earlier requests, their grammars, and what the
+        models' caches hold of the last (speed alone depends on it). What is running goes on with what it has."""
         self.decoder.forget()
 
     def close(self) -> None:

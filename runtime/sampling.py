@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..engines.base import LogitArray, LogitRow, Logits, Tops
 from . import buffers
+from .grammar import Grammar
 from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
 from .nucleus import nucleus_edge
@@ -25,7 +26,8 @@ _starts: dict[int, NDArray[np.intp]] = {}
 
 
 class Chain:
-    """The processors of one request, in this order, each skipped when off:
+    """The processors of one request, in this order, each skipped when off. Before all of them, what a ``grammar``
+    forbids behind the output and the draft so far gets -inf: to the others these tokens do not exist.
 
     1. ``min_new_tokens``: the ``ends`` get -inf while fewer tokens than that stand before the position
     2. ``logit_bias``: added
@@ -38,11 +40,18 @@ class Chain:
 
     A token exactly as likely as the last one kept by 6, 7 or 8 is kept too, so that the result does not depend on the
     order of ids. At temperature 0 only 1-4 apply. ``drafted`` is always what the draft put between the committed
-    text and the position of the row: penalties see it.
+    text and the position of the row: penalties and the grammar see it.
     """
 
-    def __init__(self, settings: Settings, vocab_size: int, prompt: Sequence[int], ends: Collection[int]) -> None:
-        self.settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        vocab_size: int,
+        prompt: Sequence[int],
+        ends: Collection[int],
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.settings, self.grammar = settings, grammar
         self.generated = 0
         self._ends = np.array(sorted(end for end in ends if end < vocab_size), np.int64)
         self._bias_ids = np.array(list(settings.logit_bias), np.int64)
@@ -52,7 +61,9 @@ class Chain:
         self._seen = np.zeros(vocab_size if self._repeats else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._counts_tokens else 0, np.float64)
         self._cuts = settings.top_p < 1.0 or settings.min_p > 0.0
+        self._whole = not (self._cuts or settings.top_k > 0)
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
+        self._free = self._raw and grammar is None
         if self._repeats:
             self._seen[list(prompt)] = True
 
@@ -60,10 +71,13 @@ class Chain:
         """A copy with a history of its own."""
         other = copy.copy(self)
         other._seen, other._counts = self._seen.copy(), self._counts.copy()
+        other.grammar = None if self.grammar is None else self.grammar.fork()
         return other
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Take committed tokens into the history."""
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
         for token in tokens:
             self.generated += 1
             if self._repeats:
@@ -73,13 +87,15 @@ class Chain:
 
     def is_plain(self, drafted: Sequence[int]) -> bool:
         """Whether all that happens to the logits after ``drafted`` is the temperature."""
-        settings = self.settings
-        cut = self._cuts or settings.top_k > 0
-        return not cut and not self.looks_at_ids(drafted)
+        return self._whole and not self.looks_at_ids(drafted)
+
+    def is_bare(self, drafted: Sequence[int]) -> bool:
+        """The same, but for the grammar."""
+        return self._whole and self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens
 
     def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
         """Whether any processor treats tokens differently by their ids at this position."""
-        return not self._raw or self.generated + len(drafted) < self.settings.min_new_tokens
+        return not self._free or self.generated + len(drafted) < self.settings.min_new_tokens
 
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
@@ -88,11 +104,21 @@ class Chain:
             if not math.isfinite(logits[token]):
                 raise not_finite()
             return token
+        if self.grammar is not None and self._raw:
+            return self._best_allowed(self.grammar, logits, drafted)
         scores = self._penalised(logits, drafted)
         token = int(scores.argmax())
         if not math.isfinite(scores[token]):
             raise nothing_left(logits)
         return token
+
+    @staticmethod
+    def _best_allowed(grammar: Grammar, logits: LogitRow, drafted: Sequence[int]) -> int:
+        """Most often the likeliest of all is allowed: to ask that takes less than to ask which are."""
+        token = int(logits.argmax())
+        if not math.isfinite(logits[token]):
+            raise not_finite()
+        return token if grammar.allows(token, drafted) else int(grammar.within(logits, drafted).argmax())
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p / max p after processors 1-4, float64 [V]: the law before any temperature."""
@@ -108,8 +134,10 @@ class Chain:
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p up to a factor, float64 [V]. Needs temperature > 0."""
         if not self.is_plain(drafted):
-            scores = self._tempered(logits, drafted)
-            return self._weigh(scores) if self._cuts else exponentials(scores)
+            if self.grammar is None or not self.is_bare(drafted):
+                scores = self._tempered(logits, drafted)
+                return self._weigh(scores) if self._cuts else exponentials(scores)
+            logits = self.grammar.within(logits, drafted)
         row, top = self._finite(logits)
         scores = np.subtract(row, top, out=buffers.narrow(row.size))
         if self.settings.temperature != 1.0:
@@ -187,7 +215,7 @@ class Chain:
 
     def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
         scores = buffers.empty(logits.size)
-        scores[:] = logits
+        scores[:] = logits if self.grammar is None else self.grammar.within(logits, drafted)
         settings = self.settings
         if self.generated + len(drafted) < settings.min_new_tokens:
             scores[self._ends] = -math.inf
@@ -227,8 +255,12 @@ class Sampler:
         head = getattr(logits, "top", None)  # only rows on a device have one
         if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
             return token
-        if logits.size > SHORT and self.chain.is_plain(drafted):
-            return loudest(np.asarray(logits), self.chain.settings.temperature, *self.noise.raw(position, logits.size))
+        if logits.size > SHORT and self.chain.is_bare(drafted):
+            row, grammar, noise = np.asarray(logits), self.chain.grammar, self.noise.raw(position, logits.size)
+            token = loudest(row, self.chain.settings.temperature, *noise)
+            if grammar is None or grammar.allows(token, drafted):
+                return token
+            return loudest(np.asarray(grammar.within(row, drafted)), self.chain.settings.temperature, *noise)
         return int(self.noisy(logits, drafted, position).argmax())
 
     def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:

@@ -66,7 +66,7 @@ class TreeDrafter(ModelDrafter):
                     nodes = range(first, first + width)
                     tokens, q = branch(row.sampler, self._vocabulary.row(scores), drafted, start, nodes)
                 except UsageError:  # as in a chain
-                    if self._vocabulary.identical:
+                    if self._vocabulary.identical and node == ROOT:
                         raise
             missing = width - len(tokens)
             draft.tokens += tokens + [0] * missing

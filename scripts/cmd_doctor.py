@@ -18,6 +18,7 @@ from ..errors import EngineError
 PARTS = {
     "core": ("numpy", "click", "tokenizers", "jinja2", "rich"),
     "export": ("torch", "transformers", "onnx", "onnx-ir", "onnxscript", "optimum", "safetensors"),
+    "grammar": ("llguidance",),
     "tensorrt": ("tensorrt", "tensorrt-rtx-cu13", "cuda-bindings"),
 }
 

@@ -314,13 +314,13 @@ MUTANTS = [
            "np.r_[np.flatnonzero(outputs < 0), np.flatnonzero(outputs >= 0)]"),
     Mutant("broken logits are a silence", sampling, "nothing_left", "if not np.isfinite(np.asarray(logits).max())",
            "if 0"),
-    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_choose", "if self._vocabulary.identical:",
-           "if True:"),
-    Mutant("no branch is an error", tree_drafter.TreeDrafter, "_grow", "if self._vocabulary.identical:", "if True:"),
+    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_choose", "self._vocabulary.identical and",
+           "True and"),
+    Mutant("no branch is an error", tree_drafter.TreeDrafter, "_grow", "self._vocabulary.identical and", ""),
     Mutant("noise by the draft's order", sampling.Sampler, "_propose_among", "row.size, row.ids)",
            "row.size, np.arange(row.ids.size))"),
     Mutant("q over few tokens only", sampling.Sampler, "_propose_among", "), q", "), law"),
-    Mutant("an early end is not banned", sampling.Chain, "looks_at_ids", "not self._raw or", "not self._raw and"),
+    Mutant("an early end is not banned", sampling.Chain, "looks_at_ids", "not self._free or", "not self._free and"),
     Mutant("the map is lost on the way", decoder.Decoder, "__init__", "vocabulary = vocabulary or", "vocabulary ="),
 ]  # fmt: skip
 

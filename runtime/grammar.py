@@ -1,0 +1,219 @@
+"""Decides what a grammar lets one answer go on with, wherever its text and what is drafted behind it stand. (How a
+grammar is compiled: ``grammars.py``.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engines.base import LogitArray, LogitRow
+from ..errors import LeadoutError, UsageError
+from . import buffers
+from .heads import not_finite
+from .held import agreement
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Cap = NDArray[np.float32]
+
+_WORD = 32  # tokens in a word of llguidance's masks
+_MOST = 300  # characters of what it says
+_SHOWN = re.compile(r"\s*(\d+ \||<state>)")  # the line from which on it shows the grammar, or its own state
+# What each byte of a mask allows, lowest bit first: a row is copied for each byte.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_CAPS: Cap = np.where(_BITS, np.inf, -np.inf).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar before its first token: the setting it came from, ``matcher``, which nobody moves, how many logits a
+    row has, and the tokens that end a text. Where there are none, a token that no row has stands for them."""
+
+    name: str
+    matcher: LLMatcher
+    size: int
+    ends: frozenset[int]
+    stand_in: int | None
+
+
+@dataclass(slots=True)
+class _Place:
+    """What is known behind some tokens: ``cap`` [V], inf for what is allowed and -inf for all else, once ``known``
+    (None where the text is complete and has no token to say so); and a token that was found allowed."""
+
+    known: bool = False
+    cap: Cap | None = None
+    allowed: int = -1
+
+
+class Grammar:
+    """Where one answer stands in its grammar. All that is asked is a function of the text, which ``extend`` makes
+    longer, and of what is ``drafted`` behind it; what the last question showed is kept for the next.
+
+    What is allowed is what llguidance's masks say: every token by which the text can go on; where all texts go on
+    alike, only the tokenizer's own cut of that. Behind tokens that are forbidden, and behind an end, all is allowed: a
+    rule that gave those no chance does not ask.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
+        self._lost = False
+        self._text: list[int] = []
+        self._ahead: list[int] = []  # drafted tokens that the matcher took
+        self._places = [_Place()]  # behind each of them
+        self._stands = 0  # behind how many of them the matcher is
+        words = -(-(max(compiled.size, (compiled.stand_in or 0) + 1)) // _WORD)
+        self._mask = np.zeros(4 * words, np.uint8)
+        self._address = self._mask.ctypes.data
+
+    def fork(self) -> Grammar:
+        """A copy with a text of its own."""
+        self._stand(0)
+        other = Grammar(self._compiled)
+        other._matcher, other._lost, other._text = self._matcher.deep_copy(), self._lost, list(self._text)
+        return other
+
+    def matcher(self) -> LLMatcher:
+        """One of its own before the first token, for who reads what is forced."""
+        return self._compiled.matcher.deep_copy()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that may follow a text that is complete."""
+        return self._compiled.ends
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """``tokens`` are of the text now."""
+        if self._place(tokens) is None:
+            self._lost = True
+            return
+        count = len(tokens)
+        self._text += tokens
+        self._stand(max(count, self._stands))
+        del self._ahead[:count], self._places[:count]
+        self._stands -= count
+
+    def allows(self, token: int, drafted: Sequence[int]) -> bool:
+        """Whether ``token`` may stand behind ``drafted``: sooner said than ``within``."""
+        place = self._place(drafted)
+        if place is None or place.allowed == token:
+            return True
+        if place.known:
+            return place.cap is None or bool(place.cap[token] > 0)
+        self._stand(len(drafted))
+        if legal := self._legal(token):
+            place.allowed = token
+        return legal
+
+    def within(self, logits: LogitRow, drafted: Sequence[int]) -> LogitRow:
+        """The row behind ``drafted`` with -inf for all that is forbidden, or the row itself. Raises UsageError where
+        nothing possible is allowed."""
+        if (place := self._looked(drafted)) is None or place.cap is None:
+            return logits
+        row: LogitArray = np.minimum(np.asarray(logits), place.cap, out=buffers.narrow(place.cap.size))
+        if not row[row.argmax()] > -np.inf:
+            raise self._nothing(logits)
+        return row
+
+    def ending(self, new: Sequence[int]) -> int | None:
+        """How many of ``new`` complete the text, where no token says so; None while there is more to come."""
+        if self._compiled.ends:
+            return None
+        for count in range(1, len(new) + 1):
+            place = self._looked(new[:count])
+            if place is None or place.cap is None:
+                return count
+        return None
+
+    def check(self) -> None:
+        """Raise UsageError unless an answer can begin, and what is drafted of it can be taken back."""
+        name, place = self._compiled.name, self._looked(())
+        if place is None or place.cap is None:
+            raise UsageError(f"{name} allows the empty answer alone, which a target without an end token cannot give")
+        first = int(place.cap.argmax())
+        if self._matcher.try_consume_tokens([first]) and not self._matcher.rollback(1):
+            raise UsageError(f"{name} cannot be used where drafts are taken back: {reason(self._matcher.get_error())}")
+
+    def _place(self, drafted: Sequence[int]) -> _Place | None:
+        """What is known behind ``drafted``; None behind what is forbidden."""
+        ahead, count = self._ahead, len(drafted)
+        if self._lost:
+            return None
+        same = count if ahead[:count] == list(drafted) else agreement(ahead, drafted)
+        if same < count:
+            self._stand(same)
+            del ahead[same:], self._places[same + 1 :]
+            new = list(drafted[same:])
+            taken = self._matcher.try_consume_tokens(new)
+            ahead += new[:taken]
+            self._places += [_Place() for _ in range(taken)]
+            self._stands = same = same + taken
+        return self._places[count] if same == count else None
+
+    def _stand(self, count: int) -> None:
+        """Bring the matcher behind the first ``count`` of what it took."""
+        back, self._stands = self._stands - count, count
+        if back > 0 and not self._matcher.rollback(back):
+            raise self._failure()
+        if back < 0:
+            self._matcher.try_consume_tokens(self._ahead[count + back : count])
+
+    def _legal(self, token: int) -> bool:
+        matcher = self._matcher
+        if matcher.is_stopped():
+            if matcher.is_error():
+                raise self._failure()
+            return not self._compiled.ends or token in self._compiled.ends
+        if forced := matcher.compute_ff_tokens():
+            return token == forced[0]
+        return token != self._compiled.stand_in and matcher.validate_tokens([token]) == 1
+
+    def _looked(self, drafted: Sequence[int]) -> _Place | None:
+        """``_place``, once all about it is known."""
+        place = self._place(drafted)
+        if place is None or place.known:
+            return place
+        self._stand(len(drafted))
+        matcher, mask, compiled = self._matcher, self._mask, self._compiled
+        matcher.unsafe_compute_mask_ptr(self._address, mask.size)
+        if matcher.is_error():
+            raise self._failure()
+        if (end := compiled.stand_in) is not None:
+            mask[end // 8] &= ~np.uint8(1 << end % 8)
+        if compiled.ends or mask.any() or not matcher.is_accepting():
+            caps = buffers.narrow(8 * mask.size).reshape(mask.size, 8)
+            place.cap = _CAPS.take(mask, axis=0, out=caps, mode="clip").reshape(-1)[: compiled.size]
+        place.known = True
+        return place
+
+    def _nothing(self, logits: LogitRow) -> LeadoutError:
+        if not np.isfinite(np.asarray(logits).max()):
+            return not_finite()
+        return UsageError(f"{self._compiled.name}: no token that it allows here is possible")
+
+    def _failure(self) -> UsageError:
+        """Why the matcher is of no use any more; a new one stands behind the text."""
+        failed, self._matcher = self._matcher, self._compiled.matcher.deep_copy()
+        self._matcher.try_consume_tokens(self._text)
+        self._stands = 0
+        if (why := reason(failed.get_error())) == "NoExtensionBias":  # nor may the text end here
+            why = "no token of this tokenizer goes on with the answer"
+        return UsageError(f"{self._compiled.name}: {why}")
+
+
+def reason(message: str) -> str:
+    """What llguidance says in a message, on one line: without the grammar, and without what it did."""
+    said: list[str] = []
+    for line in message.splitlines():
+        if _SHOWN.match(line):
+            break
+        said += [line.strip()] if line.strip(" ^") else []
+    text = " ".join(said)
+    return text if len(text) <= _MOST else f"{text[:_MOST]}..."

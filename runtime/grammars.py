@@ -1,0 +1,99 @@
+"""Decides what the grammar is that a request asks for, a JSON schema, a regular expression or a Lark grammar as
+llguidance reads them: compiled once, for one tokenizer."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer
+
+from ..errors import EngineError, UsageError
+from .grammar import Compiled, Grammar, reason
+from .settings import Settings
+from .text import Codec
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_KEPT = 32  # compiled grammars
+_STAND_IN = "<|leadout: no end|>"
+_TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
+
+
+class Grammars:
+    """The grammars that were asked of one tokenizer; the last 32 are kept. Nothing is imported or read before the
+    first. Safe from several threads."""
+
+    def __init__(self, codec: Codec, size: int) -> None:
+        """``size``: of the target's rows of logits; those without a token are forbidden."""
+        self._codec, self._size = codec, size
+        self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
+        self._tokenizer: tuple[frozenset[int], LLTokenizer, int | None] | None = None
+        self._lock = Lock()
+
+    def of(self, settings: Settings, ends: Collection[int]) -> Grammar | None:
+        """What ``settings`` ask for, before the first token of an answer that ends with one of ``ends``; None where
+        they ask for none. Raises UsageError for what cannot be compiled, EngineError without llguidance."""
+        if (asked := settings.asked_grammar) is None:
+            return None
+        key = (*asked, frozenset(ends))
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._compile(*key)
+            self._kept.move_to_end(key)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return Grammar(self._kept[key])
+
+    def forget(self) -> None:
+        """Drop all that were asked for."""
+        with self._lock:
+            self._kept.clear()
+
+    def _compile(self, name: str, text: str, ends: frozenset[int]) -> Compiled:
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            missing = f"{name} needs llguidance, which is not installed"
+            raise EngineError(f"{missing}: pip install 'leadout[grammar]'") from None
+        if name == "grammar" and _TEMPERATURE.search(text):
+            raise UsageError("grammar: a rule has no temperature of its own: that is a setting of the request")
+        reads: dict[str, Callable[[str], str]] = {
+            "json_schema": LLMatcher.grammar_from_json_schema,
+            "regex": LLMatcher.grammar_from_regex,
+            "grammar": LLMatcher.grammar_from_lark,
+        }
+        tokenizer, stand_in = self._read(name, ends)
+        try:
+            matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
+        except ValueError as error:
+            raise UsageError(f"{name} cannot be compiled: {reason(str(error))}") from None
+        if matcher.is_error():
+            raise UsageError(f"{name} cannot be compiled: {reason(matcher.get_error())}")
+        compiled = Compiled(name, matcher, self._size, ends, stand_in)
+        Grammar(compiled).check()
+        return compiled
+
+    def _read(self, name: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
+        """The tokenizer as llguidance has it, for texts with these ends."""
+        from llguidance import LLTokenizer
+
+        if self._tokenizer is None or self._tokenizer[0] != ends:
+            text, stand_in, size = self._codec.tokenizer.to_str(), None, self._size
+            if (ids := self._codec.vocab_size()) > size:
+                raise UsageError(f"{name}: the tokenizer has {ids} ids, the target only {size}")
+            if not ends:
+                other = Tokenizer.from_str(text)
+                other.add_special_tokens([_STAND_IN])
+                text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
+                size = max(size, stand_in + 1)
+            try:
+                made = LLTokenizer(text, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in)
+            except ValueError as error:
+                raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(str(error))}") from None
+            self._tokenizer = ends, made, stand_in
+        return self._tokenizer[1], self._tokenizer[2]
