@@ -163,6 +163,11 @@ def test_a_prompt_longer_than_the_context(tiny_bundle: Path) -> None:
         (("--threads", "0"), "threads must be an integer from 1 to 1024, not 0"),
         (("--draft-threads", "0"), "draft_threads must be an integer from 1 to 1024, not 0"),
         (("--batch-size", "0"), "batch_size must be an integer of at least 1, not 0"),
+        (("--regex", "("), "regex cannot be compiled: "),
+        (("--json-schema", '{"type": "strung"}'), "json_schema cannot be compiled: Invalid type: strung"),
+        (("--json-schema", "nowhere.json"), "cannot read 'nowhere.json'"),
+        (("--regex", "a", "--json-schema", "{}"), "json_schema and regex exclude each other"),
+        (("--regex", "a", "--ignore-eos"), "ignore_eos and regex exclude each other"),
     ],
 )
 def test_options_outside_their_range(tiny_bundle: Path, options: tuple[str, ...], message: str) -> None:

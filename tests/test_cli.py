@@ -97,6 +97,23 @@ def test_json_has_exactly_the_promised_keys_and_the_api_s_answer(tiny_bundle: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("draft", ["auto", "model", "none"])
+def test_a_grammar_binds_what_is_written(tiny_bundle: Path, tmp_path: Path, draft: str) -> None:
+    schema = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 4}
+    schema["x-guidance"] = {"whitespace_flexible": False}
+    (tmp_path / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
+    (tmp_path / "words.lark").write_text('start: ("a" | "b") "!"', encoding="utf-8")
+    options = "generate", tiny_bundle, "-p", PROMPT, "--draft", draft
+    named, told = (run(*options, "--json-schema", each) for each in (tmp_path / "schema.json", json.dumps(schema)))
+    assert named.exit_code == 0 and named.stdout == told.stdout
+    assert 2 <= len(json.loads(named.stdout)) <= 4 and set(json.loads(named.stdout)) <= {"red", "green"}
+    with leadout.load(tiny_bundle) as pair:
+        assert pair.generate(PROMPT, json_schema=schema, draft="none").text + "\n" == named.stdout
+    assert run(*options, "--grammar", tmp_path / "words.lark").stdout in ("a!\n", "b!\n")
+    assert run(*options, "--regex", "[0-9]{3}", "--json").stdout.startswith('{"text": "')
+
+
+@pytest.mark.slow
 def test_text_goes_to_stdout_and_the_summary_to_stderr(tiny_bundle: Path) -> None:
     result = run("generate", tiny_bundle, "-p", PROMPT, "--max-new-tokens", 16)
     with leadout.load(tiny_bundle) as pair:

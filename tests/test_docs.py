@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import shlex
@@ -94,6 +95,14 @@ def test_the_readme_s_example_uses_what_exists(root: Path) -> None:
     assert set(re.findall(r"leadout\.(\w+)", example)) <= set(leadout.__all__)
     fields = re.search(r"A `Result` has `([^`]+)`", text)
     assert fields and fields[1].split(", ") == list(Result.__dataclass_fields__)
+
+
+@pytest.mark.slow
+def test_the_guide_s_example_runs(root: Path, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (root / "docs/guide.md").read_text(encoding="utf-8")
+    (example,) = [body for language, body in BLOCK.findall(text) if language == "python"]
+    exec(compile(example.replace("bundles/demo", str(tiny_bundle)), "guide.md", "exec"), {})
+    assert set(ast.literal_eval(capsys.readouterr().out)) <= {"class", "function", "module"}
 
 
 @pytest.mark.slow

@@ -52,6 +52,13 @@ def test_help_loads_neither_a_runtime_nor_pytorch() -> None:
 def test_the_generating_path_needs_neither_torch_nor_transformers_nor_optimum_nor_onnx(tiny_bundle: Path) -> None:
     loaded = modules_after(GENERATE, str(tiny_bundle))
     assert "onnxruntime" in loaded and not loaded & EXPORT_ONLY
+    assert "llguidance" not in loaded, "nobody asked for a grammar"
+
+
+@pytest.mark.slow
+def test_a_grammar_needs_no_more_than_its_own_library(tiny_bundle: Path) -> None:
+    loaded = modules_after(GENERATE.replace('"--max-new-tokens", "3"', '"--regex", "a{3}"'), str(tiny_bundle))
+    assert "llguidance" in loaded and not loaded & EXPORT_ONLY
 
 
 def test_folders_import_only_what_they_may(root: Path) -> None:
