@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,9 +119,9 @@ def _with_blocks(truth: Truth, head: BlockHead) -> Truth:
 
 def save_golden(truth: Truth, path: Path) -> None:
     """Write ``golden.npz`` as described above."""
-    lengths, more = np.full(len(truth.tokens), truth.tokens.shape[1], np.int64), {}
+    lengths, more = np.full(len(truth.tokens), truth.tokens.shape[1], np.int64), dict[str, NDArray[Any]]()
     if truth.block is not None:
-        truth, lengths, more = _ending_in_blocks(truth), truth.starts() + STEP, {"texts": truth.starts()}
+        lengths, more["texts"], truth = truth.starts() + STEP, truth.starts(), _ending_in_blocks(truth)
     if truth.beside is not None:
         more["beside"] = truth.beside
     top = min(TOP, truth.logits.shape[-1])
@@ -138,13 +139,20 @@ def save_golden(truth: Truth, path: Path) -> None:
 def _ending_in_blocks(truth: Truth) -> Truth:
     """Rows that are a text and the block behind it; 0 beyond that."""
     assert truth.block is not None and truth.said is not None and truth.beside is not None
-    shown = [np.zeros_like(each) for each in (truth.tokens, truth.logits, truth.beside)]
-    for row, start in enumerate(truth.starts().tolist()):
-        whole = (truth.tokens, truth.logits, truth.beside)
-        behind = (truth.block[row], truth.said[row], np.full((STEP, truth.beside.shape[-1]), BLOCK))
-        for rows, text, block in zip(shown, whole, behind, strict=True):
-            rows[row, :start], rows[row, start : start + STEP] = text[row, :start], block
-    return dataclasses.replace(truth, tokens=shown[0], logits=shown[1], beside=shown[2])
+    block = np.full((*truth.block.shape, truth.beside.shape[-1]), BLOCK, np.float32)
+
+    def ending(texts: NDArray[Any], blocks: NDArray[Any]) -> NDArray[Any]:
+        rows = np.zeros_like(texts)
+        for row, start in enumerate(truth.starts().tolist()):
+            rows[row, :start], rows[row, start : start + STEP] = texts[row, :start], blocks[row]
+        return rows
+
+    return dataclasses.replace(
+        truth,
+        tokens=ending(truth.tokens, truth.block),
+        logits=ending(truth.logits, truth.said),
+        beside=ending(truth.beside, block),
+    )
 
 
 def write_rows(checkpoint: Checkpoint, rows: int, length: int, *, seed: int) -> NDArray[np.int64]:
