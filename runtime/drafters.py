@@ -295,9 +295,7 @@ class ModelDrafter:
     def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
         try:
             token, q = row.sampler.propose(self._vocabulary.row(logits), draft.tokens, row.sequence.length)
-        except (
-            UsageError
-        ):  # of all that the draft can say nothing may be said; the target may know more, or go elsewhere
+        except UsageError:  # nothing that the draft can say may be said; the target may know more, or go elsewhere
             if self._vocabulary.identical and not draft.tokens:
                 raise
             return False
