@@ -268,6 +268,8 @@ def _export_draft(
         notes.append(
             f"the target itself in {entry.precision}: {size:.0f} MB beside its own weights, for none are shared"
         )
+    if choice.made == "mtp":
+        notes.append("the target's own layer for multi-token prediction")
     if entry.reads_features:
         notes.append(f"reads {entry.features} features of its target beside each token")
     if at_once.mask is not None:

@@ -132,6 +132,7 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert result.exit_code == 0, result.output
     draft = draft_of(made[1])
     assert draft.reads_features and draft.features == 64 and "reads 64 features" in draft.note
+    assert "the target's own layer for multi-token prediction" in draft.note
     assert draft.recurrence is None and len(draft.cache) == 1
 
 
