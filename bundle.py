@@ -96,11 +96,11 @@ class ModelEntry:
     buffer and an attention mask). ``variants`` maps a variant's name, one of ``VARIANTS``, to its graph. A target's
     ``eos_token_ids`` are among its logits; those of a trimmed draft may not be. ``mask_token`` is the id by which a
     draft is asked for tokens behind one that it does not know yet (None: it says one a step), ``block`` the most of
-    them that it was taught to say (None: as many as it is asked for). ``features`` is how many
-    numbers the graph gives of each token beside logits, and, with ``reads_features``, reads beside each. ``cache`` are
-    the layers that attend, ``recurrence`` is what the others keep (None: all attend). ``parity`` maps the name of a
-    lowering or quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all
-    others in the folder: weight blobs, ``golden.npz``.
+    them that it was taught to say (None: as many as it is asked for). ``features`` is how many numbers the graph gives
+    of each token beside logits, and, with ``reads_features``, reads beside each. ``cache`` are the layers that attend,
+    ``recurrence`` is what the others keep (None: all attend). ``parity`` maps the name of a lowering or quantisation to
+    the largest absolute difference of logits found when it was checked. ``files`` are all others in the folder: weight
+    blobs, ``golden.npz``.
     """
 
     directory: str

@@ -2,9 +2,11 @@
 
 The head is one Llama layer. For each token it reads, beside the token, a feature vector of the one before it: what the
 target's hidden streams said there or, of a token that it drafted itself, its own output. Token and feature meet in one
-of two ways: ``attention`` reads both side by side and adds what it says to the feature (EAGLE-3, 2503.01840), or a
-``projection`` mixes them into what an ordinary layer reads (EAGLE; the heads for multi-token prediction of DeepSeek-V3,
-2412.19437, section 2.2). Names of weights are those of published checkpoints.
+of three ways: ``attention`` reads both side by side and adds what it says to the feature (EAGLE-3, 2503.01840); a
+``projection`` mixes them, each normed, into what an ordinary layer reads (as heads for multi-token prediction do,
+2412.19437, section 2.2); or a ``bare`` projection mixes them as they are for a layer that norms neither what attention
+reads nor what it says itself: its output is what the target's own head would read (EAGLE, EAGLE-2). Names of weights
+are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .taps import FeatureReader
-
-JOINS = ("attention", "projection")
 
 
 class SideBySide(nn.Module):  # type: ignore[misc]
@@ -66,11 +66,28 @@ class Mixed(LlamaDecoderLayer):  # type: ignore[misc]
         return out + self.mlp(self.post_attention_layernorm(out))
 
 
+class Bare(LlamaDecoderLayer):  # type: ignore[misc]
+    """The layer of EAGLE and EAGLE-2. ``projection_bias``: their projection adds something."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 0)
+        del self.input_layernorm
+        bias = bool(getattr(config, "projection_bias", False))
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+
+    def forward(self, embedded: Tensor, features: Tensor, places: Any, mask: Any, cache: Any) -> Tensor:
+        mixed = self.eh_proj(torch.cat((embedded, features), -1))
+        out = mixed + self.self_attn(mixed, places, mask, cache)[0]
+        return out + self.mlp(self.post_attention_layernorm(out))
+
+
+JOINS: dict[str, type[SideBySide | Mixed | Bare]] = {"attention": SideBySide, "projection": Mixed, "bare": Bare}
+
+
 class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
     """The draft. ``config`` is a Llama's of one layer and more: ``join`` (of JOINS), ``draft_vocab_size`` (how many
-    tokens it can say), ``taps`` (the layers of the target before which its stream is read, counted from 0; as many as
-    there are layers means behind the last) and ``target_hidden_size``. ``fc`` makes one feature of all streams; where
-    it is None, the only stream is the feature."""
+    tokens it can say), ``taps`` (of FeatureReader) and ``target_hidden_size``. ``fc`` makes one feature of all streams;
+    where it is None, the only stream is the feature."""
 
     config_class = LlamaConfig
 
@@ -79,8 +96,8 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         size, read = config.hidden_size, len(config.taps) * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(read, size, bias=False) if getattr(config, "fc", True) else None
-        self.midlayer = SideBySide(config) if config.join == "attention" else Mixed(config)
-        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.midlayer = JOINS[config.join](config)
+        self.norm = nn.Identity() if config.join == "bare" else LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()

@@ -2,8 +2,9 @@
 published in.
 
 EAGLE-3 as its authors and SpecForge write it (``LlamaForCausalLMEagle3``, or a Llama with ``draft_vocab_size``) and as
-the speculators library does (``speculators_model_type``); Leadout's own, a Llama's config.json with ``join``; and
-DFlash as its authors write it (``DFlashDraftModel``).
+the speculators library does (``speculators_model_type``); EAGLE and EAGLE-2 as their authors write them (a Llama of one
+layer by its config.json, with weights that no Llama has: ``fc``); Leadout's own, a Llama's config.json with ``join``;
+and DFlash as its authors write it (``DFlashDraftModel``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
@@ -86,10 +88,15 @@ def read_head(source: str, target: Any) -> Head | None:
         return None
     if "dflash_config" in raw or "DFlash" in _architecture(raw):
         return _block_head(source, raw, target.get_text_config())
+    renamed = {"layers.0.": "midlayer."}
     if (found := _settings(source, raw)) is None:
-        return None
+        if raw.get("num_hidden_layers") != 1 or "fc.weight" not in (names := _names(source)):
+            return None
+        past_norm = target.get_text_config().num_hidden_layers + 1
+        found = {**raw, "join": "bare", "taps": [past_norm], "fc": False, "projection_bias": "fc.bias" in names}
+        renamed |= {"fc.": "midlayer.eh_proj."}
     config = _checked(source, found, target.get_text_config())
-    weights = _weights(source, {"layers.0.": "midlayer."})
+    weights = _weights(source, renamed)
     offsets = weights.pop("d2t", None)
     ids = np.arange(config.draft_vocab_size)
     if offsets is not None:
@@ -126,10 +133,10 @@ def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _checked(source: str, found: dict[str, Any], target: Any) -> LlamaConfig:
     """The configuration, with what follows from ``target`` filled in. Raises ExportError."""
-    layers, size = target.num_hidden_layers, target.hidden_size
+    size, layers = target.hidden_size, target.num_hidden_layers + (found.get("join") == "bare")
     found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
     found = {name: value for name, value in found.items() if value is not None}
-    taps = found.setdefault("taps", [2, layers // 2, layers - 3])
+    taps = found.setdefault("taps", [2, layers // 2, layers - 3])  # EAGLE-3's
     found.setdefault("draft_vocab_size", found["vocab_size"])
     fits = isinstance(taps, list) and all(isinstance(tap, int) and 1 <= tap <= layers for tap in taps)
     if not fits or not taps:
@@ -209,6 +216,20 @@ def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> An
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     return str((raw.get("architectures") or [""])[0])
+
+
+def _names(source: str) -> set[str]:
+    """Of the tensors in a head's one file, as they stand there; none where it cannot be read: who loads it says so."""
+    path = next((path for name in FILES if (path := find_file(source, name)) is not None), None)
+    try:
+        if path is None:
+            return set()
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return set(file.keys())
+        return set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception:  # pickle and safetensors raise what they like
+        return set()
 
 
 def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,10 +33,10 @@ class FeatureReader:
         """What is read [B, S, D] of the target's streams [B, S, target_hidden_size] at ``config.taps``."""
         return streams[0]
 
+    @abstractmethod
     def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
         """Of tokens [B, S], read beside features [B, S, D], the logits [B, S, V]; and the features of the tokens
         themselves, as this guesses them."""
-        raise AssertionError("every reader says this in a way of its own")
 
     def forward(
         self,

@@ -17,7 +17,7 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 @click.option(
     "--draft",
     metavar="DRAFT",
-    help="The draft: a model or head (EAGLE-3, DFlash), as a directory or hub id; mtp, the target's own layers for"
+    help="The draft: a model or head (EAGLE, DFlash), as a directory or hub id; mtp, the target's own layers for"
     " multi-token prediction; or self[:int4], the target in int4.",
 )
 @click.option("--from-onnx", "onnx_target", type=click.Path(), metavar="DIR", help="An exported target instead.")

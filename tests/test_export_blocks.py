@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 from safetensors.torch import load_file, save_file
+from support_blocks import heads, norm, rotary
 from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
 from test_mutants import Mutant, must_die
 from torch.nn import functional
@@ -131,20 +132,6 @@ def drafted(target: Any, checkpoint: Path, text: list[int], count: int) -> list[
     if cap := said.get("final_logit_softcapping"):
         logits = torch.tanh(logits / cap) * cap
     return logits[0, 1:].argmax(-1).tolist()
-
-
-def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(rows, weight.shape, weight, 1e-6)
-
-
-def heads(rows: torch.Tensor) -> torch.Tensor:
-    return rows.unflatten(-1, (-1, 16)).transpose(1, 2)
-
-
-def rotary(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    turns = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-    angles = torch.cat([turns, turns], -1)[None]
-    return angles.cos(), angles.sin()
 
 
 def test_it_drafts_what_its_authors_code_says(

@@ -19,8 +19,10 @@ pytest.importorskip("torch")
 import onnx_ir as ir
 import torch
 from safetensors.torch import load_file, save_file
+from support_blocks import heads, norm, rotary
 from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import leadout
 from leadout.bundle import MANIFEST, Bundle
@@ -92,7 +94,18 @@ def ours(folder: Path) -> Path:
     return write(folder, config, weights(**config))
 
 
-FORMS: list[Callable[[Path], Path]] = [eagle, speculators, ours]
+def first(folder: Path) -> Path:
+    """As the authors of EAGLE and EAGLE-2 write it."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    tensors = weights(**EAGLE | {"join": "bare", "taps": [3], "fc": False, "projection_bias": True})
+    del tensors["lm_head.weight"]
+    names = {"midlayer.eh_proj.": "fc.", "midlayer.": "layers.0."}
+    for ours, theirs in names.items():
+        tensors = {name.replace(ours, theirs): value for name, value in tensors.items()}
+    return write(folder, LAYER | config, tensors)
+
+
+FORMS: list[Callable[[Path], Path]] = [eagle, speculators, ours, first]
 
 
 @pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.__name__)
@@ -160,6 +173,39 @@ def test_taps_are_counted_as_transformers_counts_them(tiny_pair: tuple[Path, Pat
     head = read_head(str(tmp_path / "eagle"), target.config)
     assert head is not None and head.config.taps == [2, 16, 29], "as its authors' own program reads them"
     assert head.ids.tolist() == list(range(0, 400, 2))
+
+
+def test_the_first_eagle_norms_nothing_but_what_its_mlp_reads(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its authors' equations; its output is read by the target's own head, as behind the target's norm."""
+    target = AutoModelForCausalLM.from_pretrained(tiny_pair[0], dtype=torch.float32).eval()
+    source = first(tmp_path / "head")
+    head, of = read_head(str(source), target.config), load_file(source / "model.safetensors")
+    assert head is not None and head.config.taps == [3]
+    tokens = torch.arange(3, 15)[None] * 7
+    with torch.no_grad(), tapped(target, (3,)) as streams:
+        read = target(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+        assert torch.equal(streams[0], read)
+        found = head.checkpoint(target, 128).model(tokens, read)
+        both = torch.cat([torch.nn.functional.embedding(tokens, of["embed_tokens.weight"]), read], -1)
+        mixed = both @ of["fc.weight"].T + of["fc.bias"]
+        query, key, value = (heads(mixed @ of[f"layers.0.self_attn.{name}_proj.weight"].T) for name in "qkv")
+        query, key = apply_rotary_pos_emb(query, key, *rotary(12))
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))
+        made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out = mixed + made.transpose(1, 2).reshape(1, 12, -1) @ of["layers.0.self_attn.o_proj.weight"].T
+        normed = norm(out, of["layers.0.post_attention_layernorm.weight"])
+        gate, up = (normed @ of[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        out = out + (torch.nn.functional.silu(gate) * up) @ of["layers.0.mlp.down_proj.weight"].T
+        assert torch.allclose(found.hidden_states, out, atol=1e-4)
+        assert torch.allclose(found.logits, target.lm_head(out), atol=1e-3)
+
+
+def test_a_small_llama_is_no_head(tmp_path: Path) -> None:
+    config = LlamaConfig(**LAYER)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    assert read_head(str(tmp_path / "llama"), config) is None
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    assert read_head(str(tmp_path / "llama"), config) is None
 
 
 def test_answers_are_the_target_s(made: tuple[Path, Path]) -> None:
@@ -285,7 +331,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "of another width": ({"target_hidden_size": 32}, "target_hidden_size is 32, the target's 64"),
     "reads too far": ({"taps": [3]}, "the layers it reads must be from 1 to 2, its target's, not [3]"),
     "reads nothing": ({"taps": []}, "the layers it reads must be from 1 to 2"),
-    "joins otherwise": ({"join": "sum"}, "join must be one of attention, projection, not 'sum'"),
+    "joins otherwise": ({"join": "sum"}, "join must be one of attention, projection, bare, not 'sum'"),
     "has two layers": ({"num_hidden_layers": 2}, "a head of 2 layers cannot be exported, only of 1"),
     "is no llama": ({"model_type": "qwen3"}, "a head whose layer is a qwen3's cannot be exported, only a llama's"),
     "reads two without fc": ({"taps": [1, 2]}, "without fc it must read one layer, and be 64 wide"),
