@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -106,3 +108,36 @@ def held_out() -> list[str]:
     """The prompts of benchmarks/prompts.jsonl, from files the demo pair was not trained on."""
     lines = (ROOT / "benchmarks" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def captures_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of models that are equal to the last weight one is captured: it takes most of an export's time. For tests of what
+    becomes of captures, not of capturing."""
+    import onnx_ir as ir
+
+    from leadout.export import canonical
+
+    folder, capture, made = tmp_path_factory.mktemp("captures"), canonical.capture, dict[str, Path]()
+
+    def once(model: Any, shapes: Any, recurrence: Any = None, reader: Any = None) -> Any:
+        key = said_of(model) + said_of(reader)
+        if key not in made:
+            made[key] = folder / f"{len(made)}.onnx"
+            ir.save(capture(model, shapes, recurrence, reader), made[key], external_data=f"{len(made)}.data")
+        return ir.load(made[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canonical, "capture", once)
+        yield
+
+
+def said_of(model: Any) -> str:
+    """A digest of a model's configuration and weights."""
+    if model is None:
+        return ""
+    weights = hashlib.sha256(f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}".encode())
+    for name, weight in model.state_dict().items():
+        weights.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        weights.update(weight.detach().float().numpy().tobytes())
+    return weights.hexdigest()

@@ -22,6 +22,8 @@ from leadout.export.build import export_pair
 from leadout.export.draft_choice import DraftChoice, choose_draft
 from leadout.scripts.cli import main
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 PROMPTS = ["def f(x):\n    return", "class A", "import json\nfor name in"]
 
 

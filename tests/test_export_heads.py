@@ -40,6 +40,8 @@ from leadout.export.taps import tapped
 from leadout.runtime.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 VOCAB, SIZE = 512, 64
 LAYER = {
     "vocab_size": VOCAB,
