@@ -173,6 +173,8 @@ def test_its_bundle_stands_every_check(made: tuple[Path, Path]) -> None:
     assert [models[role].features for role in ("target", "draft")] == [SIZE + 1, SIZE + 1]
     most = (own | own["dflash_config"])["block_size"] - 1
     assert (models["draft"].mask_token, models["draft"].block) == (MASK, most)
+    with leadout.load(made[1]) as pair:
+        assert pair.draft is not None and pair.draft.spec.block == most, "drafts are no longer than it was taught"
     assert "says a whole draft of" in models["draft"].note
     assert not {"tree", "tree_gqa", "nonpad"} & set(models["draft"].variants)
     shown = Golden.of(Bundle.read(made[1]).model("draft"))

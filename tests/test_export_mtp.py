@@ -240,6 +240,23 @@ def test_an_export_without_a_draft_tells_of_them(
     assert not has_own_layers(str(pointer), read_config(pointer))
 
 
+@pytest.mark.parametrize(
+    "name, has",
+    [
+        ("model.layers.2.eh_proj.weight", True),
+        ("language_model.model.layers.3.mlp.up_proj.weight", True),
+        ("mtp.fc.weight", True),
+        ("model.mtp_layers.0.enorm.weight", True),
+        ("model.layers.1.mlp.up_proj.weight", False),
+        ("vision_tower.encoder.layers.9.mlp.up_proj.weight", False),
+        ("model.visual.mtp.weight", False),
+    ],
+)
+def test_layers_of_a_tower_are_none(name: str, has: bool, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(1), name: torch.ones(1)}, tmp_path / "model.safetensors")
+    assert has_own_layers(str(tmp_path), read_config(tiny_pair[0])) == has
+
+
 def test_how_it_is_asked_for() -> None:
     choice = choose_draft("target", "mtp", "int8", None)
     assert choice is not None and (choice.made, choice.source, choice.precisions) == ("mtp", "target", ("int4", "int8"))
