@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from support_runtime import FixedCosts
+from support_runtime import FixedCosts, collect
 
 from leadout.engines.base import BLOCK, PADDING, TEXT
 from leadout.engines.toy import ToyEngine
@@ -201,3 +202,35 @@ def commit(made: Decoder, rows: list[Any], drafts: Any, accepted: list[int], mor
         row.sequence.tokens += [*draft[:kept], token]
         if draft:
             made._model.observe(place, kept)
+
+
+def continued(engines: Any, prompt: list[int]) -> Iterator[tuple[FeatureToy, list[int], list[tuple[int, int]]]]:
+    """A text continued where an answer of each of some lengths ended, which is to be what it would have been: the
+    head, the text and the steps that the head took for it."""
+    written = collect(Decoder(*engines()).decode([(prompt, Settings(max_new_tokens=50, draft="none"))]), 1)[0][0]
+    for count in range(22, 30):
+        made = Decoder(*engines(), costs=FixedCosts())
+        first, then = (Settings(max_new_tokens=n, draft="model", draft_length=4) for n in (count, 20))
+        (found,), _ = collect(made.decode([(prompt, first)]), 1)
+        assert made._model is not None
+        head: Any = made._model._stepper.engine
+        head.calls.clear()
+        text = prompt + found
+        (more,), _ = collect(made.decode([(text, then)]), 1)
+        assert found + more == written[: count + 20]
+        yield head, text, head.calls
+
+
+def texts_are_the_target_s(engines: Any, prompt: list[int], contexts: Iterable[tuple[int, Any]], filled: float) -> None:
+    """Whatever the head's context and the draft length; rounds draft the share ``filled`` of what was asked for."""
+    for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        for context, length in contexts:
+            for prompts in ([prompt], [[4]], [prompt[:4], prompt, prompt[5:16]], [prompt, [1], prompt]):
+                alone = Settings(max_new_tokens=60, draft="none", **how)  # type: ignore[arg-type]
+                drafted = dataclasses.replace(alone, draft="model", draft_length=length)
+                made = Decoder(*engines(context=context), costs=FixedCosts())
+                texts, last = collect(made.decode([(p, drafted) for p in prompts]), len(prompts))
+                plain = Decoder(engines()[0], None)
+                assert texts == collect(plain.decode([(p, alone) for p in prompts]), len(prompts))[0]
+                drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
+                assert length == "auto" or min(drafts) > filled * min(length, context + 1 - context // 2), "to the end"

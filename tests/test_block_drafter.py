@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support_features import BlockLaws, commit, digests, drafting, said
+from support_features import BlockLaws, commit, continued, digests, drafting, said, texts_are_the_target_s
 from support_runtime import (
     FixedCosts,
     collect,
@@ -42,13 +42,7 @@ def expected(text, length):
 
 def it_says_what_comes_of_all_of_the_text(*_):
     for lengths in ([5, 5, 5], [1, 6, 3], [4, 0, 2], [0, 0, 3], [1, 1, 1]):
-        for prompts in (
-            (LONG, LONG[:7], LONG[3:20]),
-            (LONG, LONG, LONG[3:10]),
-            (LONG[:5], LONG, LONG),
-            (LONG,),
-            ([4],),
-        ):
+        for prompts in PROMPTS:
             made, rows = drafting(pair(), *prompts)
             asked = lengths[: len(rows)]
             assert isinstance(made._model, BlockDrafter)
@@ -114,30 +108,13 @@ def beside_others_it_reads_what_the_target_has_read(*_):
 
 def what_the_cache_holds_is_text(*_):
     """The next prompt begins as the last text did: what stood in blocks there is read again."""
-    written = collect(Decoder(*pair()).decode([(LONG, Settings(max_new_tokens=50, draft="none"))]), 1)[0][0]
-    for count in range(22, 30):
-        made = Decoder(*pair(), costs=FixedCosts())
-        (found,), _ = collect(made.decode([(LONG, Settings(max_new_tokens=count, draft="model", draft_length=4))]), 1)
-        calls = made._model._stepper.engine.calls
-        calls.clear()
-        text = LONG + found
-        (more,), _ = collect(made.decode([(text, Settings(max_new_tokens=20, draft="model", draft_length=4))]), 1)
+    for _, _, calls in continued(pair, LONG):
         assert calls[0][1] < 12, "not read anew"
-        assert found + more == written[: count + 20]
 
 
-def texts_are_the_target_s(*_):
-    for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-        for context, length in ((256, "auto"), (256, 5), (256, 1), (30, 4), (9, 6), (3, 1)):
-            for prompts in ([LONG], [[4]], [LONG[:4], LONG, LONG[5:16]], [LONG, [1], LONG]):
-                alone = Settings(max_new_tokens=60, draft="none", **how)
-                drafted = Settings(max_new_tokens=60, draft="model", draft_length=length, **how)
-                made = Decoder(*pair(context=context), costs=FixedCosts())
-                texts, last = collect(made.decode([(p, drafted) for p in prompts]), len(prompts))
-                plain = Decoder(LAWS.target(), None)
-                assert texts == collect(plain.decode([(p, alone) for p in prompts]), len(prompts))[0]
-                drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
-                assert length == "auto" or min(drafts) > 0.7 * min(length, context + 1 - context // 2), "to the end"
+def whatever_the_context_and_length_texts_are_the_target_s(*_):
+    contexts = (256, "auto"), (256, 5), (256, 1), (30, 4), (9, 6), (3, 1)
+    texts_are_the_target_s(pair, LONG, contexts, 0.7)
 
 
 def of_long_texts_it_reads_the_end(*_):
@@ -157,7 +134,7 @@ CHECKS = [
     rows_that_leave_take_that_along,
     beside_others_it_reads_what_the_target_has_read,
     what_the_cache_holds_is_text,
-    texts_are_the_target_s,
+    whatever_the_context_and_length_texts_are_the_target_s,
     of_long_texts_it_reads_the_end,
 ]
 OURS, MASKED, TOLD = block_drafter.BlockDrafter, parallel_drafter.ParallelDrafter, feature_drafter.FeatureDrafter

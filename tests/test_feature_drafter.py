@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support_features import BlockLaws, Laws, commit, digests, drafting, said
+from support_features import BlockLaws, Laws, commit, continued, digests, drafting, said, texts_are_the_target_s
 from support_runtime import (
     Branches,
     FixedCosts,
@@ -107,31 +107,14 @@ def rows_that_leave_take_that_along(*_):
 
 def what_the_cache_holds_is_beside_the_true_ones(*_):
     """The next prompt begins as the last text did: what was drafted there is read again."""
-    written = collect(Decoder(*pair()).decode([(LONG, Settings(max_new_tokens=50, draft="none"))]), 1)[0][0]
-    for count in range(22, 30):
-        made = Decoder(*pair(), costs=FixedCosts())
-        (found,), _ = collect(made.decode([(LONG, Settings(max_new_tokens=count, draft="model", draft_length=4))]), 1)
-        head = made._model._stepper.engine
-        head.calls.clear()
-        text = LONG + found
-        (more,), _ = collect(made.decode([(text, Settings(max_new_tokens=20, draft="model", draft_length=4))]), 1)
-        assert sum(width for _, width in head.calls) < len(text), "not read anew"
+    for head, text, calls in continued(pair, LONG):
+        assert sum(width for _, width in calls) < len(text), "not read anew"
         assert not head.guessed[0, : len(text) - 1].any()
-        assert found + more == written[: count + 20]
 
 
-def texts_are_the_target_s(*_):
-    for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-        for context, length in ((256, "auto"), (256, 5), (256, 1), (30, 4), (5, 6), (2, 1)):
-            for prompts in ([LONG], [[4]], [LONG[:4], LONG, LONG[5:16]], [LONG, [1], LONG]):
-                alone = Settings(max_new_tokens=60, draft="none", **how)
-                drafted = Settings(max_new_tokens=60, draft="model", draft_length=length, **how)
-                made = Decoder(*pair(context=context), costs=FixedCosts())
-                texts, last = collect(made.decode([(p, drafted) for p in prompts]), len(prompts))
-                plain = Decoder(LAWS.target(), None)
-                assert texts == collect(plain.decode([(p, alone) for p in prompts]), len(prompts))[0]
-                drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
-                assert length == "auto" or min(drafts) > 0.8 * min(length, context + 1 - context // 2), "to the end"
+def whatever_the_context_and_length_texts_are_the_target_s(*_):
+    contexts = (256, "auto"), (256, 5), (256, 1), (30, 4), (5, 6), (2, 1)
+    texts_are_the_target_s(pair, LONG, contexts, 0.8)
 
 
 def of_long_texts_it_reads_the_end(*_):
@@ -151,7 +134,7 @@ CHECKS = [
     what_it_wrote_itself_it_reads_again,
     rows_that_leave_take_that_along,
     what_the_cache_holds_is_beside_the_true_ones,
-    texts_are_the_target_s,
+    whatever_the_context_and_length_texts_are_the_target_s,
     of_long_texts_it_reads_the_end,
 ]
 OURS, AGAIN = feature_drafter.FeatureDrafter, drafters.Rereader
