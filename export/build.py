@@ -42,7 +42,6 @@ from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import ROUNDINGS, quantize
 from .rewrite import let_go
 from .smooth import observe, smooth
-from .taps import FeatureReader
 from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
@@ -118,11 +117,8 @@ def export_pair(
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
             if choice.made != "self" or draft_ids.wanted is not None:  # else the target's graph is the draft's
-                shutil.rmtree(canonical.graph.parent)
-                progress(f"draft: reading {choice.source}")
-                checkpoint = reader or load(choice.source, draft_context)
-                place_of_draft = folder / SCRATCH / "draft"
-                canonical = _of_draft(canonical, checkpoint, place_of_draft, progress, draft_ids, fitted=fitted)
+                at = folder / SCRATCH / "draft"
+                canonical = _of_draft(canonical, choice, reader, draft_context, at, progress, draft_ids, fitted=fitted)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, at_once, progress)
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
@@ -247,12 +243,23 @@ def _canonical(
 
 
 def _of_draft(
-    target: Canonical, checkpoint: Checkpoint, folder: Path, progress: Progress, ids: DraftIds, *, fitted: bool
+    target: Canonical,
+    choice: DraftChoice,
+    reader: Checkpoint | None,
+    context: int,
+    folder: Path,
+    progress: Progress,
+    ids: DraftIds,
+    *,
+    fitted: bool,
 ) -> Canonical:
-    """``_canonical`` of the draft of ``target``: a model, or a head that reads its features."""
-    reads, ends = isinstance(checkpoint.model, FeatureReader), target.entry.eos_token_ids
-    read = target.truth if reads else None
-    fitted = fitted and not reads  # a head writes no text by itself
+    """``_canonical`` of the draft of ``target``, whose graph is of no more use then: of ``reader``, a head that reads
+    its features, or of a model."""
+    shutil.rmtree(target.graph.parent)
+    progress(f"draft: reading {choice.source}")
+    ends, read = target.entry.eos_token_ids, None if reader is None else target.truth
+    fitted = fitted and reader is None  # a head writes no text by itself
+    checkpoint = reader or load(choice.source, context)
     return _canonical(checkpoint, folder, progress, fitted=fitted, ids=ids, ends=ends, read=read)
 
 

@@ -87,7 +87,7 @@ class Chain:
 
     def is_plain(self, drafted: Sequence[int]) -> bool:
         """Whether all that happens to the logits after ``drafted`` is the temperature."""
-        return self._whole and not self.looks_at_ids(drafted)
+        return self.grammar is None and self.is_bare(drafted)
 
     def is_bare(self, drafted: Sequence[int]) -> bool:
         """The same, but for the grammar."""

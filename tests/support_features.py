@@ -234,3 +234,32 @@ def texts_are_the_target_s(engines: Any, prompt: list[int], contexts: Iterable[t
                 assert texts == collect(plain.decode([(p, alone) for p in prompts]), len(prompts))[0]
                 drafts = [stats.drafted / stats.rounds for stats in (each.stats for each in last.values())]
                 assert length == "auto" or min(drafts) > filled * min(length, context + 1 - context // 2), "to the end"
+
+
+def reads_again_what_it_wrote(engines: Any, prompt: list[int]) -> None:
+    """How many tokens of a text the head lacks: those it drafted, which it read beside its own guesses, are of them."""
+    made, (row,) = drafting(engines, prompt)
+    model: Any = made._model
+    assert model.behind([row]) == 0
+    (draft,) = said(made, [row], [5])
+    commit(made, [row], [draft], [4], [2])
+    assert model.behind([row]) == 4, "the four it drafted"
+    commit(made, [row], [[]], [0], [3])
+    commit(made, [row], [[]], [0], [1])
+    assert model.behind([row]) == 6, "and these, which it was not asked for"
+    said(made, [row], [2])
+    assert model.late == 6
+
+
+def proposals(drafter: type, monkeypatch: Any) -> list[tuple[list[int], list[int]]]:
+    """The texts and drafts of all rows, as a kind of drafter proposes them from now on."""
+    seen: list[tuple[list[int], list[int]]] = []
+    propose = drafter.propose  # type: ignore[attr-defined]
+
+    def watched(self: Any, rows: Any, lengths: Any, watch: Any = None) -> Any:
+        drafts = propose(self, rows, lengths, watch)
+        seen.extend((list(row.sequence.tokens), draft.tokens) for row, draft in zip(rows, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    return seen

@@ -7,7 +7,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support_features import BlockLaws, commit, continued, digests, drafting, said, texts_are_the_target_s
+from support_features import (
+    BlockLaws,
+    commit,
+    continued,
+    digests,
+    drafting,
+    reads_again_what_it_wrote,
+    said,
+    texts_are_the_target_s,
+)
 from support_runtime import (
     FixedCosts,
     collect,
@@ -72,17 +81,7 @@ def it_is_asked_for_no_more_than_it_was_taught(*_):
 
 
 def what_it_wrote_itself_it_reads_again(*_):
-    made, (row,) = drafting(pair(), LONG)
-    model = made._model
-    assert model.behind([row]) == 0
-    (draft,) = said(made, [row], [5])
-    commit(made, [row], [draft], [4], [2])
-    assert model.behind([row]) == 4, "the four it drafted"
-    commit(made, [row], [[]], [0], [3])
-    commit(made, [row], [[]], [0], [1])
-    assert model.behind([row]) == 6, "and these, which it was not asked for"
-    said(made, [row], [2])
-    assert model.late == 6
+    reads_again_what_it_wrote(pair(), LONG)
 
 
 def rows_that_leave_take_that_along(*_):

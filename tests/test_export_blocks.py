@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import load_file, save_file
 from support_blocks import heads, norm, rotary
+from support_features import proposals
 from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
 from test_mutants import Mutant, must_die
 from torch.nn import functional
@@ -137,15 +138,7 @@ def drafted(target: Any, checkpoint: Path, text: list[int], count: int) -> list[
 def test_it_drafts_what_its_authors_code_says(
     made: tuple[Path, Path], tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = BlockDrafter.propose
-
-    def watched(self: Any, rows: Any, lengths: Any, watch: Any = None) -> Any:
-        drafts = propose(self, rows, lengths, watch)
-        seen.extend((list(row.sequence.tokens), draft.tokens) for row, draft in zip(rows, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(BlockDrafter, "propose", watched)
+    seen = proposals(BlockDrafter, monkeypatch)
     asked: dict[str, Any] = {"draft": "model", "ignore_eos": True}
     with leadout.load(made[1]) as pair:
         pair.generate(PROMPTS[0], max_new_tokens=12, draft_length=6, **asked)

@@ -20,6 +20,7 @@ import onnx_ir as ir
 import torch
 from safetensors.torch import load_file, save_file
 from support_blocks import heads, norm, rotary
+from support_features import proposals
 from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -142,15 +143,7 @@ def test_it_drafts_what_transformers_says(
     assert head is not None
     model = head.checkpoint(target, 128).model
     model.set_attn_implementation("eager")
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = FeatureDrafter.propose
-
-    def watched(self: Any, rows: Any, lengths: Any, watch: Any = None) -> Any:
-        drafts = propose(self, rows, lengths, watch)
-        seen.extend((list(row.sequence.tokens), draft.tokens) for row, draft in zip(rows, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(FeatureDrafter, "propose", watched)
+    seen = proposals(FeatureDrafter, monkeypatch)
     with leadout.load(bundle) as pair:
         pair.generate(PROMPTS[0], max_new_tokens=12, draft="model", draft_length=3, ignore_eos=True)
         pair.generate(PROMPTS, max_new_tokens=8, draft="model", draft_length=2, ignore_eos=True)

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 from safetensors.torch import load_file, save_file
+from support_features import proposals
 from support_mtp import KINDS, VOCAB, published
 from test_export_drafts import PROMPTS, answers_are_the_target_s, draft_of
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -82,15 +83,7 @@ def drafted(model: Any, own: Any, text: list[int], count: int) -> list[int]:
 
 
 def test_it_drafts_what_transformers_says(made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = FeatureDrafter.propose
-
-    def watched(self: Any, rows: Any, lengths: Any, watch: Any = None) -> Any:
-        drafts = propose(self, rows, lengths, watch)
-        seen.extend((list(row.sequence.tokens), draft.tokens) for row, draft in zip(rows, drafts, strict=True))
-        return drafts
-
-    monkeypatch.setattr(FeatureDrafter, "propose", watched)
+    seen = proposals(FeatureDrafter, monkeypatch)
     with leadout.load(made[1]) as pair:
         pair.generate(PROMPTS[0], **GREEDY)
         pair.generate(PROMPTS, **GREEDY | {"max_new_tokens": 5, "draft_length": 2})

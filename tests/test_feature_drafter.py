@@ -5,7 +5,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support_features import BlockLaws, Laws, commit, continued, digests, drafting, said, texts_are_the_target_s
+from support_features import (
+    BlockLaws,
+    Laws,
+    commit,
+    continued,
+    digests,
+    drafting,
+    reads_again_what_it_wrote,
+    said,
+    texts_are_the_target_s,
+)
 from support_runtime import (
     Branches,
     FixedCosts,
@@ -79,17 +89,7 @@ def a_step_a_token_and_what_is_unread_with_the_first(*_):
 
 
 def what_it_wrote_itself_it_reads_again(*_):
-    made, (row,) = drafting(pair(), LONG)
-    model = made._model
-    assert model.behind([row]) == 0
-    (draft,) = said(made, [row], [5])
-    commit(made, [row], [draft], [4], [2])
-    assert model.behind([row]) == 4, "the four it drafted"
-    commit(made, [row], [[]], [0], [3])
-    commit(made, [row], [[]], [0], [1])
-    assert model.behind([row]) == 6, "and these, which it was not asked for"
-    said(made, [row], [2])
-    assert model.late == 6
+    reads_again_what_it_wrote(pair(), LONG)
 
 
 def rows_that_leave_take_that_along(*_):
