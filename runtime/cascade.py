@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..engines.base import Logits
 from .easiness import Easiness
+from .edits import EditedCopy
 from .family import Family
 from .forced import ForcedDrafter
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
@@ -75,7 +76,8 @@ class Commons:
         if kind == "ngram":
             made.append(NgramDrafter())
         if kind in ("suffix", "auto"):
-            made += [OwnText(), EarlierTexts(self.pool)]
+            copy = EditedCopy()
+            made += [OwnText(copy=copy), EarlierTexts(self.pool), copy]
         if kind in ("siblings", "auto") and family is not None:
             made.append(SiblingsDrafter(family))
         if kind == "recycling" or (kind == "auto" and not model):

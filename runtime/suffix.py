@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .edits import EditedCopy
 from .free import Candidate
 
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
@@ -40,21 +41,22 @@ class SuffixAutomaton:
 
     A state stands for all substrings that end at the same places; ``length`` is that of the longest of them and
     ``link`` leads to the state of the longest of its ends that also stands elsewhere. Each state knows one successor:
-    what followed, with a counter that goes up with every repetition and halves with every exception.
+    what followed, with a counter that goes up with every repetition and halves with every exception, and the ``place``
+    of what followed last.
     """
 
     def __init__(self) -> None:
         self.size = 0
         self.next: list[dict[int, int]] = [{}]
         self.link, self.length = [-1], [0]
-        self.successor, self.confidence = [_END], [0]
+        self.successor, self.confidence, self.place = [_END], [0], [0]
         self.last = 0
 
     def extend(self, token: int) -> None:
         """Append ``token``."""
         self._learn(token)
         self.size += 1
-        new = self._state({}, self.length[self.last] + 1, _END, 0)
+        new = self._state({}, self.length[self.last] + 1, _END, 0, self.size)
         state = self.last
         while state >= 0 and token not in self.next[state]:
             self.next[state][token] = new
@@ -85,6 +87,7 @@ class SuffixAutomaton:
     def _learn(self, token: int) -> None:
         state = self.last
         for _ in range(_HOPS):
+            self.place[state] = self.size
             if self.successor[state] == token:
                 self.confidence[state] += 1
             elif self.confidence[state] > 1:
@@ -99,7 +102,9 @@ class SuffixAutomaton:
         found, length = self.next[state][token], self.length[state] + 1
         if self.length[found] == length:
             return found
-        part = self._state(self.next[found].copy(), length, self.successor[found], self.confidence[found])
+        part = self._state(
+            self.next[found].copy(), length, self.successor[found], self.confidence[found], self.place[found]
+        )
         self.link[part] = self.link[found]
         while state >= 0 and self.next[state].get(token) == found:
             self.next[state][token] = part
@@ -107,12 +112,13 @@ class SuffixAutomaton:
         self.link[found] = part
         return part
 
-    def _state(self, following: dict[int, int], length: int, successor: int, confidence: int) -> int:
+    def _state(self, following: dict[int, int], length: int, successor: int, confidence: int, place: int) -> int:
         self.next.append(following)
         self.link.append(-1)
         self.length.append(length)
         self.successor.append(successor)
         self.confidence.append(confidence)
+        self.place.append(place)
         return len(self.next) - 1
 
 
@@ -152,22 +158,26 @@ class Cursor:
 
 
 class OwnText:
-    """The free drafter over a row's own prompt and output, the last one to two ``window`` tokens of it."""
+    """The free drafter over a row's own prompt and output, the last one to two ``window`` tokens of it. ``copy`` is
+    told of each token where it stands."""
 
     name, prior = "suffix", _OWN
 
-    def __init__(self, window: int = WINDOW) -> None:
-        self._window, self._taken = window, 0
-        self._automaton = SuffixAutomaton()
+    def __init__(self, window: int = WINDOW, copy: EditedCopy | None = None) -> None:
+        self._window, self._taken, self._copy = window, 0, copy
+        self._automaton, self._begins = SuffixAutomaton(), 0
         self._older: Cursor | None = None
 
     def take(self, tokens: Sequence[int]) -> None:
-        for token in tokens[self._taken :]:
+        for at in range(self._taken, len(tokens)):
             if self._automaton.size == self._window:
-                self._older, self._automaton = self._here(), SuffixAutomaton()
+                self._older, self._automaton, self._begins = self._here(), SuffixAutomaton(), at
             if self._older is not None:
-                self._older.step(token)
-            self._automaton.extend(token)
+                self._older.step(tokens[at])
+            self._automaton.extend(tokens[at])
+            if self._copy is not None:
+                grown, stood = self._automaton, max(self._automaton.link[self._automaton.last], 0)
+                self._copy.follow(tokens[at], grown.length[stood], self._begins + grown.place[stood])
         self._taken = len(tokens)
 
     def candidates(self) -> Iterator[Candidate]:

@@ -189,7 +189,7 @@ MUTANTS = [
     Mutant("nothing is dropped", P, "_index", "[generations[-1], Suffix", "[*generations, Suffix"),
     Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
     Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
-    Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(token)", "pass"),
+    Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(tokens[at])", "pass"),
     Mutant("a period ends with the text", free.NgramDrafter, "candidates", "i % period", "i"),
     Mutant("guesses behind a miss are counted", free.Calibrated, "score", "break", "continue"),
     Mutant("every guess was right", free.Calibrated, "score", "guessed == token)", "True)"),
