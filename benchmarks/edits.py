@@ -16,6 +16,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from keyword import iskeyword
 from pathlib import Path
 
@@ -140,13 +141,14 @@ def rates(found: list[Text], prices: Prices, vocabulary: int) -> tuple[float, fl
 
 @click.command()
 @click.option("--priced", "device", default="grown-int8", show_default=True, metavar="DEVICE")
-def main(device: str) -> None:
+@click.option("--limit", type=int, metavar="N", help="Only the first N texts of each edit.")
+def main(device: str, limit: int | None) -> None:
     """Write known edits with and without the drafter that knows of changes."""
     prices, tokenizer = Prices.read(TABLES, device), Tokenizer.from_file(str(TOKENIZER))
     vocabulary = tokenizer.get_vocab_size()
     print(f"{'changed':24}{'texts':>6}{'plain':>9}{'without':>9}{'with':>9}{'':>7}   tokens a round")
     for edit in EDITS:
-        found = list(texts(edit, tokenizer))
+        found = list(islice(texts(edit, tokenizer), limit))
         speed, per_round = rates(found, prices, vocabulary)
         with without_edits():
             slower, fewer = rates(found, prices, vocabulary)

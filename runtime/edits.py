@@ -11,6 +11,7 @@ from .free import Candidate
 _FOUND, _ELSEWHERE = 5, 8  # tokens that stood before say what is copied: where nothing is, and where a copy was lost
 _LONGEST = 10  # tokens of a change, old or new: where more have passed, the copy is lost
 _PROVEN, _SURE = 2, 4  # how often a change was seen before it is made again, and what it counts for at most
+_FAITHFUL = 12  # tokens in a row that were copied as they are: a change behind them counts twice
 # A guess's class: how many tokens were copied in a row before it, those guessed included (1, 2-3, 4-7, 8-15, more);
 # one that was changed; the first one behind a change that was never seen.
 _LENGTHS, _CHANGED, _BEHIND = 5, 5, 6
@@ -20,7 +21,7 @@ _PRIOR = (0.78, 0.89, 0.91, 0.93, 0.98, 0.92, 0.10)  # counted on renamed functi
 @dataclass(slots=True)
 class Change:
     """``old`` tokens of a passage that were written as ``new``, and for how many ``times`` that counts: one more with
-    each repetition, one less where they were left as they are."""
+    each repetition (two more behind a faithful copy), one less where they were left as they are."""
 
     old: list[int]
     new: list[int]
@@ -37,7 +38,7 @@ class EditedCopy:
 
     Token for token the copy goes along with its source. Where they part, the two ends are compared until they meet
     again, and what lies between is a change: known by the first token it took the place of, and by that and the one
-    before. Until one was seen twice it says nothing, for to copy without changes needs no drafter beside ``OwnText``,
+    before. Until one counts twice it says nothing, for to copy without changes needs no drafter beside ``OwnText``,
     which tells this where the text's longest end stood before.
     """
 
@@ -133,7 +134,7 @@ class EditedCopy:
         for change in known:
             if change.old != old or change.new != new:
                 change.old, change.new, change.times = old, new, 0
-            change.times = min(change.times + 1, _SURE)
+            change.times = min(change.times + (_PROVEN if self._copied >= _FAITHFUL else 1), _SURE)
             self._speaks = self._speaks or change.proven
 
     def _left_alone(self, at: int) -> None:

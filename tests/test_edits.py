@@ -77,6 +77,13 @@ def test_a_change_that_was_seen_twice_is_made_again(new):
     assert reader.guess(len(rest)) == rest
 
 
+@pytest.mark.parametrize(("faithful", "said"), [(11, []), (12, ["h", "i", "new", "j"])])
+def test_behind_a_faithful_copy_once_is_enough(faithful, said):
+    passage = [*[f"lead{n}" for n in range(faithful)], *words("old f g h i old j")]
+    written = ["new" if word == "old" else word for word in passage[: faithful + 3]]
+    assert Reader().read([*passage, "apart"]).read(written).guess(4) == said
+
+
 @pytest.mark.parametrize("new", CHANGES, ids=len)
 def test_a_change_that_was_seen_once_is_not(new):
     reader, _ = after(new, 1, begun=2)
@@ -163,16 +170,10 @@ def test_a_copy_that_is_lost_is_silent_until_one_is_found():
 
 
 def test_the_latest_copy_is_copied():
-    """In which something else was changed, once."""
-    second = ["W" if word == "j" else word for word in PASSAGE]
-    third = ["new" if word == "old" else word for word in second]
-    at = third.index("W")
+    """It alone goes on with "after"."""
     apart = [f"fresh{n}" for n in range(12)]
-    assert Reader().read([*PASSAGE, *PASSAGE, *apart, *second, *apart[::-1]]).read(third[: at - 1]).guess(3) == [
-        "i",
-        "W",
-        "k",
-    ]
+    reader = Reader().read([*PASSAGE, *PASSAGE, *apart, *PASSAGE, "after", *apart[::-1]])
+    assert reader.read(copy(["new"])[:-1]).guess(2) == ["z", "after"]
 
 
 def test_a_copy_that_parted_goes_on_where_eight_tokens_stood_before():
@@ -276,6 +277,8 @@ def everything(monkeypatch):
     for new in CHANGES:
         test_a_change_that_was_seen_twice_is_made_again(new)
         test_a_change_that_was_seen_once_is_not(new)
+    test_behind_a_faithful_copy_once_is_enough(11, [])
+    test_behind_a_faithful_copy_once_is_enough(12, ["h", "i", "new", "j"])
     for written in (1, 2, 3):
         test_a_change_that_has_begun_goes_on(written)
     test_what_is_put_in_is_put_in_before_the_same_two_tokens_alone()
@@ -294,6 +297,8 @@ def everything(monkeypatch):
 C = EditedCopy
 MUTANTS = [
     Mutant("a change is made at once", edits.Change, "proven", ">= _PROVEN", ">= 1"),
+    Mutant("a faithful copy is like any", C, "_learn", ">= _FAITHFUL", "> 10**9"),
+    Mutant("any copy is faithful", C, "_learn", ">= _FAITHFUL", ">= 0"),
     Mutant("what is left alone changes nothing", C, "_left_alone", "change.times - 1", "change.times"),
     Mutant("another change keeps the count", C, "_learn", "old, new, 0", "old, new, change.times"),
     Mutant("what was put in is put in anywhere", C, "_learn", "if old:", "if True:"),
