@@ -213,7 +213,7 @@ def test_the_demo_pair_in_int4_holds_every_promise(demo_bundle: Callable[[str], 
 
 @pytest.mark.slow
 def test_every_draft_writes_the_same_on_the_demo_pair(demo_bundle: Callable[[str], Path], held_out: list[str]) -> None:
-    with leadout.load(demo_bundle("fp32")) as pair:
+    with leadout.load(demo_bundle("int4")) as pair:
         for settings in ({"temperature": 0.0}, {"temperature": 1.0, "rule": "coupled", "seed": 7}):
             drafts = [draft for draft in DRAFTS if draft != "siblings"]
             written = [continuations(pair, held_out[:4], draft, settings) for draft in drafts]
