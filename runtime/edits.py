@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .free import Candidate
+from .settings import MAX_GUESS_LENGTH
 
 _FOUND, _ELSEWHERE = 5, 8  # tokens that stood before say what is copied: where nothing is, and where a copy was lost
 _LONGEST = 10  # tokens of a change, old or new: where more have passed, the copy is lost
@@ -52,6 +53,7 @@ class EditedCopy:
         self._copied = 0  # tokens in a row
         self._changes: dict[int, Change] = {}
         self._changes_here: dict[tuple[int, int], Change] = {}
+        self._changed: set[int] = set()  # the first tokens of changes that are known
         self._speaks = False
 
     def follow(self, token: int, matched: int, place: int) -> None:
@@ -60,7 +62,7 @@ class EditedCopy:
         text, source = self._text, self._source
         if self._parted is None and source is not None:
             if text[source] == token:
-                if self._changes_here:
+                if token in self._changed:
                     self._left_alone(source)
                 self._source, self._copied = source + 1, self._copied + 1
                 text.append(token)
@@ -79,6 +81,7 @@ class EditedCopy:
         text, at, copied = self._text, self._source, self._copied
         if at is None or not self._speaks:
             return
+        changed = self._changed
         if self._parted is not None:
             written = text[self._parted :]
             change = self._change(at)
@@ -90,8 +93,10 @@ class EditedCopy:
                 yield text[at], _BEHIND
                 at += 1
             copied = 0
+        elif copied >= _FAITHFUL and changed.isdisjoint(text[at : at + MAX_GUESS_LENGTH]):
+            return  # ``OwnText`` says the same
         while at < len(text):
-            if (change := self._change(at)) is None:
+            if text[at] not in changed or (change := self._change(at)) is None:
                 copied += 1
                 yield text[at], min(copied.bit_length(), _LENGTHS) - 1
                 at += 1
@@ -136,6 +141,7 @@ class EditedCopy:
                 change.old, change.new, change.times = old, new, 0
             change.times = min(change.times + (_PROVEN if self._copied >= _FAITHFUL else 1), _SURE)
             self._speaks = self._speaks or change.proven
+        self._changed.add(first)
 
     def _left_alone(self, at: int) -> None:
         """What stands at ``at`` was copied as it is."""

@@ -150,6 +150,16 @@ def test_classes_say_how_much_was_copied_and_what_was_changed():
     assert [evidence for _, evidence in said] == expected
 
 
+@pytest.mark.parametrize(("ahead", "speaks"), [(62, True), (63, False)])
+def test_where_nothing_is_changed_for_as_long_as_a_guess_it_is_silent(ahead, speaks):
+    """Twelve tokens behind a change; the next one is the last that a guess may reach, or the first that it may not."""
+    passage = [*PASSAGE[:16], *[f"same{n}" for n in range(9 + ahead)], "old", "end"]
+    reader = Reader().read(passage).read(copy(["new"], passage)[: 16 + 8])  # eleven
+    assert len(reader.guess()) > ahead
+    reader.read(["same8"])
+    assert bool(reader.says()) == speaks
+
+
 def test_behind_a_change_that_is_new_as_many_tokens_are_passed_over():
     reader, _ = after(["new"], 2, begun=2)  # i j k, says the passage
     reader.read(["else"])
@@ -286,6 +296,8 @@ def everything(monkeypatch):
     test_a_change_that_is_no_longer_made_is_forgotten()
     test_classes_say_how_much_was_copied_and_what_was_changed()
     test_behind_a_change_that_is_new_as_many_tokens_are_passed_over()
+    for ahead in ((62, True), (63, False)):
+        test_where_nothing_is_changed_for_as_long_as_a_guess_it_is_silent(*ahead)
     test_several_tokens_become_one()
     test_a_change_into_what_stands_behind_it_is_none_that_skips()
     test_the_latest_copy_is_copied()
@@ -297,6 +309,9 @@ def everything(monkeypatch):
 C = EditedCopy
 MUTANTS = [
     Mutant("a change is made at once", edits.Change, "proven", ">= _PROVEN", ">= 1"),
+    Mutant("it always speaks", C, "candidates", "elif copied >= _FAITHFUL", "elif copied < 0"),
+    Mutant("it is silent at once", C, "candidates", "elif copied >= _FAITHFUL", "elif copied >= 1"),
+    Mutant("it looks a token less far", C, "candidates", "at + MAX_GUESS_LENGTH", "at + MAX_GUESS_LENGTH - 1"),
     Mutant("a faithful copy is like any", C, "_learn", ">= _FAITHFUL", "> 10**9"),
     Mutant("any copy is faithful", C, "_learn", ">= _FAITHFUL", ">= 0"),
     Mutant("what is left alone changes nothing", C, "_left_alone", "change.times - 1", "change.times"),
