@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..bundle import Model
-from ..errors import EngineError, UsageError
+from ..errors import EngineError
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
@@ -20,7 +20,7 @@ from .rounding import even_from, uneven
 from .sessions import Sessions
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
-from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, without_equal_bits
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
 
 _KEPT_STEPS, _KEPT_TURNS = 32, 256  # bindings; the latter where what is read again makes a step another
 _EVEN_WIDTH = 2
@@ -58,14 +58,9 @@ class SlotEngine:
         self._sessions = Sessions(model, provider=provider, threads=threads, lean=lean)
         self._pages = self._sessions.pages
         self._alone: tuple[str, ...] = ROUNDING_ALIKE if exact else SOONEST
-        if provider not in ("cpu", "cuda") and variant not in ("auto", "canonical"):
-            raise UsageError(f"variant '{variant}': provider '{provider}' takes canonical alone")
-        if variant != "auto":
-            model.path(variant)
+        require_possible(model, provider, variant)
         entry = model.entry
         self._kept = entry.recurrence
-        if self._kept is not None and provider != "cpu":
-            raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
         trees = provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
         self._spec = ModelSpec.of(entry, self._narrowest(), trees=trees)
         self._places = np.arange(entry.max_context)

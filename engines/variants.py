@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..errors import EngineError
+from ..bundle import Model
+from ..errors import EngineError, UsageError
 from .base import ONE_ROW
 
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
@@ -13,6 +14,17 @@ SOONEST, ROUNDING_ALIKE, WITHOUT_REST = ("gqa", "grouped"), ("gqa_even", "groupe
 # Parameters up to which a graph of its own, for steps that may round as they like, is worth holding the weights twice:
 # it is 4 % sooner than ``gqa_even`` told so on 16 M of them, and it is nodes that it saves, not arithmetic.
 _SMALL = 1 << 25
+
+
+def require_possible(model: Model, provider: str, pinned: str) -> None:
+    """Raise UsageError where ``provider`` runs no such model, or not the variant ``pinned``, or the bundle has none of
+    that name."""
+    if provider not in ("cpu", "cuda") and pinned not in ("auto", "canonical"):
+        raise UsageError(f"variant '{pinned}': provider '{provider}' takes canonical alone")
+    if pinned != "auto":
+        model.path(pinned)
+    if model.entry.recurrence is not None and provider != "cpu":
+        raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
 
 
 def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:

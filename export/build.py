@@ -117,8 +117,7 @@ def export_pair(
         entries = {"target": export_first(canonical, folder / "target", [precision], progress)}
         if choice is not None:
             if choice.made != "self" or draft_ids.wanted is not None:  # else the target's graph is the draft's
-                at = folder / SCRATCH / "draft"
-                canonical = _of_draft(canonical, choice, reader, draft_context, at, progress, draft_ids, fitted=fitted)
+                canonical = _of_draft(canonical, choice, reader, draft_context, progress, draft_ids, fitted=fitted)
             entries["draft"] = _export_draft(canonical, folder / "draft", choice, draft_ids, at_once, progress)
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
@@ -247,14 +246,14 @@ def _of_draft(
     choice: DraftChoice,
     reader: Checkpoint | None,
     context: int,
-    folder: Path,
     progress: Progress,
     ids: DraftIds,
     *,
     fitted: bool,
 ) -> Canonical:
-    """``_canonical`` of the draft of ``target``, whose graph is of no more use then: of ``reader``, a head that reads
-    its features, or of a model."""
+    """``_canonical`` of the draft of ``target``, whose graph is of no more use then, beside that: of ``reader``, a head
+    that reads its features, or of a model."""
+    folder = target.graph.parent.with_name("draft")
     shutil.rmtree(target.graph.parent)
     progress(f"draft: reading {choice.source}")
     ends, read = target.entry.eos_token_ids, None if reader is None else target.truth

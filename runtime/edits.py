@@ -11,6 +11,7 @@ from .settings import MAX_GUESS_LENGTH
 
 _FOUND, _ELSEWHERE = 5, 8  # tokens that stood before say what is copied: where nothing is, and where a copy was lost
 _LONGEST = 10  # tokens of a change, old or new: where more have passed, the copy is lost
+_ANYWHERE = -1  # no token: stands for any before a change
 _PROVEN, _SURE = 2, 4  # how often a change was seen before it is made again, and what it counts for at most
 _FAITHFUL = 12  # tokens in a row that were copied as they are: a change behind them counts twice
 # A guess's class: how many tokens were copied in a row before it, those guessed included (1, 2-3, 4-7, 8-15, more);
@@ -26,7 +27,7 @@ class Change:
 
     old: list[int]
     new: list[int]
-    times: int = 1
+    times: int = 0
 
     @property
     def proven(self) -> bool:
@@ -51,8 +52,7 @@ class EditedCopy:
         self._source: int | None = None  # where what comes next is copied from; where the copy parted, if it did
         self._parted: int | None = None  # where the text parted from its source
         self._copied = 0  # tokens in a row
-        self._changes: dict[int, Change] = {}
-        self._changes_here: dict[tuple[int, int], Change] = {}
+        self._changes: dict[tuple[int, int], Change] = {}  # by the token before them, or any, and their first
         self._changed: set[int] = set()  # the first tokens of changes that are known
         self._speaks = False
 
@@ -115,14 +115,13 @@ class EditedCopy:
         if written > _LONGEST:
             self._source = self._parted = None
             return False
-        last = text[-1]
         for skipped in range(_LONGEST):
             needed = 2 if skipped < 4 else 3 if skipped < 9 else 4
             at, new = source + skipped, written - needed
             meets = at + needed
             if meets > parted:
                 return False
-            if text[meets - 1] == last and new >= 0 and (new or skipped) and text[at:meets] == text[-needed:]:
+            if text[meets - 1] == text[-1] and new >= 0 and (new or skipped) and text[at:meets] == text[-needed:]:
                 self._learn(source, text[source:at], text[parted : parted + new])
                 self._source, self._parted, self._copied = meets, None, needed
                 return True
@@ -131,12 +130,11 @@ class EditedCopy:
     def _learn(self, at: int, old: list[int], new: list[int]) -> None:
         """What stood at ``at`` was changed. What was put in stands for the token before which it was, there alone."""
         before, first = self._text[at - 1 : at + 1]
-        known = [self._changes_here.setdefault((before, first), Change([], []))]
-        if old:
-            known.append(self._changes.setdefault(first, Change([], [])))
-        else:
+        places = [before, _ANYWHERE] if old else [before]
+        if not old:
             old, new = [first], [*new, first]
-        for change in known:
+        for place in places:
+            change = self._changes.setdefault((place, first), Change(old, new))
             if change.old != old or change.new != new:
                 change.old, change.new, change.times = old, new, 0
             change.times = min(change.times + (_PROVEN if self._copied >= _FAITHFUL else 1), _SURE)
@@ -159,5 +157,5 @@ class EditedCopy:
     def _known(self, at: int) -> list[Change]:
         """The changes of what stands at ``at``: that of just there first."""
         before, first = self._text[at - 1 : at + 1]
-        found = self._changes_here.get((before, first)), self._changes.get(first)
+        found = (self._changes.get((place, first)) for place in (before, _ANYWHERE))
         return [change for change in found if change is not None]

@@ -75,6 +75,11 @@ class SuffixAutomaton:
         state = self.next[state].get(token, -1)
         return (state, matched + 1) if state >= 0 else (0, 0)
 
+    @property
+    def repeated(self) -> int:
+        """The state of the longest end of the text that stands elsewhere, too."""
+        return max(self.link[self.last], 0)
+
     def dissenters(self, state: int, token: int) -> int:
         """How many of the next three shorter contexts than ``state`` something else than ``token`` followed."""
         dissent = 0
@@ -176,7 +181,7 @@ class OwnText:
                 self._older.step(tokens[at])
             self._automaton.extend(tokens[at])
             if self._copy is not None:
-                grown, stood = self._automaton, max(self._automaton.link[self._automaton.last], 0)
+                grown, stood = self._automaton, self._automaton.repeated
                 self._copy.follow(tokens[at], grown.length[stood], self._begins + grown.place[stood])
         self._taken = len(tokens)
 
@@ -186,7 +191,7 @@ class OwnText:
 
     def _here(self) -> Cursor:
         """The end of the text, where it stood before."""
-        state = max(self._automaton.link[self._automaton.last], 0)
+        state = self._automaton.repeated
         return Cursor(self._automaton, state, self._automaton.length[state])
 
 

@@ -95,13 +95,16 @@ def test_the_chain_equals_its_documentation(case):
     chain.extend(committed)
     kept = logits.copy()
     expected, margin = reference(logits, settings, prompt, [*committed, *drafted], ends)
+    greedy = settings.temperature == 0
+    found = chain.best(logits, drafted) if greedy else chain.distribution(logits, drafted)
+    support = None if greedy else chain.scores(logits, drafted) > -math.inf
     if margin < TIE:
         event("a near-tie")
-    elif settings.temperature == 0:
-        assert chain.best(logits, drafted) == expected
+        assert greedy or abs(found.sum() - 1) < 1e-12
+    elif greedy:
+        assert found == expected
     else:
-        np.testing.assert_allclose(chain.distribution(logits, drafted), expected, atol=FLOAT32)
-        support = chain.scores(logits, drafted) > -math.inf
+        np.testing.assert_allclose(found, expected, atol=FLOAT32)
         assert np.array_equal(support, expected > 0)
     assert np.array_equal(kept, logits)
 
