@@ -39,13 +39,13 @@ speculative decoding; it is far too small to be useful otherwise.
 COPIES = """Trained from scratch (`train_pair target`), then to copy (`train_pair copy`): three windows in five of the
 schedule below are edits (functions of the corpus, written again with names changed), the others the corpus. Of what the
 weights changed by, {share:.0%} is kept."""
-DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus, on as many tokens of edits
-(functions of the corpus, written again with names changed) and on {tokens:,} tokens that the target wrote itself.
+DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus, on half as many tokens of
+edits (functions of the corpus, written again with names changed) and on {tokens:,} tokens that the target wrote itself.
 {start}"""
 PRUNED = """It began as a part of the target: of its {of} layers {layers}, of the {all} units of each MLP
 the busiest {units}."""
-AGAIN = """It began as what `train_pair draft` makes, a part of the target distilled once; the schedule
-below is that of the second time, `train_pair refine`."""
+AGAIN = """It began as a draft that was distilled before, from this target or from what it was before it was trained
+further; the schedule below is that of the last time, `train_pair refine`."""
 
 PARALLEL = """The demo draft, taught to say a whole draft in one step: behind the text it reads a mask, token {mask}
 (the byte 0xFF), for each token of the draft but the first (PARD, arXiv 2504.18583)."""

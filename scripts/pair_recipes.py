@@ -87,7 +87,7 @@ DRAFT = dataclasses.replace(
     int4_share=0.4,
 )
 REFINED = dataclasses.replace(
-    DRAFT, steps=1200, long_share=0.5, matrix_rate=4e-3, vector_rate=8e-4, decay=0.98, int4_share=0.25, seed=SEED + 1
+    DRAFT, steps=1200, long_share=0.5, matrix_rate=6e-3, vector_rate=1.2e-3, decay=0.98, int4_share=0.25, seed=SEED + 1
 )
 # Windows stay short, for each is followed by three times as many masks, and weights in float, for such a draft is int8.
 MASKED = dataclasses.replace(DRAFT, steps=900, long_share=0.0, decay=0.9, int4_share=0.0, seed=SEED + 2)

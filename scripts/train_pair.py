@@ -57,7 +57,7 @@ from .pair_recipes import (
     TARGET,
     Recipe,
 )
-from .pair_text import edits, half_edits, held_out_rows, held_out_windows, own_text
+from .pair_text import edits, half_edits, held_out_rows, held_out_windows
 from .pruning import logits_of, pruned
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -227,9 +227,8 @@ def distil(
     compiled: bool,
     own_tokens: int = OWN_TOKENS,
 ) -> None:
-    """Train ``model`` on what ``teacher`` says of the corpus and of its own text, measure and write it."""
-    own = own_text(teacher, corpus.stream, own_tokens)
-    stream = np.concatenate([corpus.stream, own, edits(corpus, len(corpus.stream))])
+    """Train ``model`` on what ``teacher`` says of ``half_edits``, measure and write it."""
+    stream = half_edits(teacher, corpus, own_tokens)
     fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
     copied, same = acceptance(model, teacher, token_stream(corpus.tokenizer, edited(corpus.held, SEED)))
@@ -241,7 +240,7 @@ def distil(
         "both_on_edits_of_these_files": f"{copied:.4f}, {same:.4f}",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
-    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=len(own), start=start), **figures)
+    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=own_tokens, start=start), **figures)
 
 
 def shaped_as(model: LlamaForCausalLM, recipe: Recipe, steps: int) -> Recipe:
@@ -328,13 +327,14 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
 @COMPILE
 @click.option("--steps", default=REFINED.steps, show_default=True)
 @click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
+@click.option("--seed", default=REFINED.seed, show_default=True, help="Another one, another order of batches.")
 @click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
-def refine(out: Path, compiled: bool, steps: int, own_tokens: int, name: str) -> None:
+def refine(out: Path, compiled: bool, steps: int, own_tokens: int, seed: int, name: str) -> None:
     """Distil the draft in --out further: other batches, at rates that start low and only fall."""
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher, model = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out / "target", folder))
-    recipe = shaped_as(model, REFINED, steps)
+    recipe = dataclasses.replace(shaped_as(model, REFINED, steps), seed=seed)
     distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled, own_tokens)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from leadout.export.eagle import FeatureHead  # noqa: E402
 from leadout.export.taps import tapped  # noqa: E402
 from leadout.scripts import pair_eagle, pair_parallel, train_pair  # noqa: E402
-from leadout.scripts.pair_recipes import COPYING, Recipe  # noqa: E402
+from leadout.scripts.pair_recipes import COPYING, REFINED, Recipe  # noqa: E402
 
 RECIPE = Recipe(
     hidden=32, layers=2, heads=2, kv_heads=1, intermediate=32, steps=30, shallow=2, tokens=512, long_share=0.0
@@ -105,6 +106,25 @@ def test_a_draft_learns_to_say_whole_drafts(
     train_pair.fit(draft, stream, loss, recipe, tmp_path)
     sampled, greedy = pair_parallel.acceptance_by_depth(draft, model, 511, rows)
     assert greedy[2] > 0.9 and sampled[2] > before[0][2] + 0.3
+
+
+def test_a_draft_is_refined_on_batches_of_another_seed(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    learnt: list[Any] = []
+    for name in ("target", "small"):
+        model.save_pretrained(tmp_path / name)
+    monkeypatch.setattr(train_pair, "read_corpus", lambda tokenizer: tokenizer)
+    monkeypatch.setattr(train_pair, "distil", lambda *passed: learnt.append(passed))
+    for seed in ((), ("--seed", "5")):
+        train_pair.refine(["--out", str(tmp_path), "--name", "small", "--steps", "7", *seed], standalone_mode=False)
+    (_, _, corpus, usual, folder, *_), (*_, other, _, _, _, _) = learnt
+    assert (corpus, folder) == (tmp_path / "target" / "tokenizer.json", tmp_path / "small")
+    assert usual == dataclasses.replace(REFINED, layers=2, shallow=2, intermediate=32, steps=7)
+    assert other == dataclasses.replace(usual, seed=5)
+    stream = np.arange(5000)
+    first, second = (next(iter(train_pair.batches(stream, recipe))) for recipe in (usual, other))
+    assert not torch.equal(first, second)
 
 
 def untrained_head(model: LlamaForCausalLM, taps: tuple[int, ...]) -> FeatureHead:
