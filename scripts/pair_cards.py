@@ -40,7 +40,7 @@ COPIES = """Trained from scratch (`train_pair target`), then to copy (`train_pai
 schedule below are edits (functions of the corpus, written again with names changed), the others the corpus. Of what the
 weights changed by, {share:.0%} is kept."""
 DISTILLED = """Distilled from the demo target (KL and total variation), on the corpus, on half as many tokens of
-edits (functions of the corpus, written again with names changed) and on {tokens:,} tokens that the target wrote itself.
+edits (functions of the corpus, written again with names changed) and on {tokens:,} or more of the target's own text.
 {start}"""
 PRUNED = """It began as a part of the target: of its {of} layers {layers}, of the {all} units of each MLP
 the busiest {units}."""
