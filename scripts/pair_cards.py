@@ -46,6 +46,8 @@ PRUNED = """It began as a part of the target: of its {of} layers {layers}, of th
 the busiest {units}."""
 AGAIN = """It began as a draft that was distilled before, from this target or from what it was before it was trained
 further; the schedule below is that of the last time, `train_pair refine`."""
+WENT_BACK = """
+Of what the weights changed by in that, {share:.0%} is kept; {steps} steps in int4 followed."""
 
 PARALLEL = """The demo draft, taught to say a whole draft in one step: behind the text it reads a mask, token {mask}
 (the byte 0xFF), for each token of the draft but the first (PARD, arXiv 2504.18583)."""

@@ -36,7 +36,7 @@ from transformers import LlamaForCausalLM
 from ..export.eagle import FeatureHead
 from ..export.levels import int4_to_rows, rows_to_int4
 from . import pair_eagle, pair_parallel
-from .pair_cards import AGAIN, COPIES, DISTILLED, HEAD_CARD, PARALLEL, PRUNED, publish
+from .pair_cards import AGAIN, COPIES, DISTILLED, HEAD_CARD, PARALLEL, PRUNED, WENT_BACK, publish
 from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream
 from .pair_depth import by_place
 from .pair_eagle import head_for, head_loss
@@ -53,6 +53,7 @@ from .pair_recipes import (
     OWN_TOKENS,
     REFINED,
     SEED,
+    SETTLED,
     TAPS,
     TARGET,
     Recipe,
@@ -226,10 +227,22 @@ def distil(
     start: str,
     compiled: bool,
     own_tokens: int = OWN_TOKENS,
+    back: float = 0.0,
 ) -> None:
-    """Train ``model`` on what ``teacher`` says of ``half_edits``, measure and write it."""
-    stream = half_edits(teacher, corpus, own_tokens)
-    fit(model, stream, MAKERS[compiled](distillation_loss(model, teacher)), recipe, folder)
+    """Train ``model`` on what ``teacher`` says of ``half_edits``, measure and write it. With ``back`` it is moved back
+    so far between, and ``SETTLED`` there."""
+    stream, before, loss = half_edits(teacher, corpus, own_tokens), deepcopy(model), distillation_loss(model, teacher)
+    fit(model, stream, MAKERS[compiled](loss), recipe, folder)
+    if back:
+        move_back(model, before, back)
+        fit(model, stream, MAKERS[compiled](loss), shaped_as(model, SETTLED, SETTLED.steps), folder)
+    measure(model, teacher, corpus, recipe, folder, DISTILLED.format(tokens=own_tokens, start=start))
+
+
+def measure(
+    model: LlamaForCausalLM, teacher: LlamaForCausalLM, corpus: Corpus, recipe: Recipe, folder: Path, how: str
+) -> None:
+    """Publish the draft with what it is worth beside ``teacher``."""
     sampled, greedy = acceptance(rounded(model), teacher, corpus.held_stream)
     copied, same = acceptance(model, teacher, token_stream(corpus.tokenizer, edited(corpus.held, SEED)))
     with int4_weights(model):
@@ -240,7 +253,7 @@ def distil(
         "both_on_edits_of_these_files": f"{copied:.4f}, {same:.4f}",
         "loss_in_nats_a_token": f"{held_out_loss(model, corpus.held_stream):.4f}",
     }
-    publish(model, recipe, corpus, folder, DISTILLED.format(tokens=own_tokens, start=start), **figures)
+    publish(model, recipe, corpus, folder, how, **figures)
 
 
 def shaped_as(model: LlamaForCausalLM, recipe: Recipe, steps: int) -> Recipe:
@@ -328,14 +341,16 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
 @click.option("--steps", default=REFINED.steps, show_default=True)
 @click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
 @click.option("--seed", default=REFINED.seed, show_default=True, help="Another one, another order of batches.")
+@click.option("--back", default=BACK, show_default=True, help="Share of the way that its weights then go back.")
 @click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
-def refine(out: Path, compiled: bool, steps: int, own_tokens: int, seed: int, name: str) -> None:
+def refine(out: Path, compiled: bool, steps: int, own_tokens: int, seed: int, back: float, name: str) -> None:
     """Distil the draft in --out further: other batches, at rates that start low and only fall."""
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher, model = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out / "target", folder))
     recipe = dataclasses.replace(shaped_as(model, REFINED, steps), seed=seed)
-    distil(model, teacher.eval(), corpus, recipe, folder, AGAIN, compiled, own_tokens)
+    start = AGAIN + (WENT_BACK.format(share=1 - back, steps=SETTLED.steps) if back else "")
+    distil(model, teacher.eval(), corpus, recipe, folder, start, compiled, own_tokens, back)
 
 
 @main.command()

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from leadout.export.eagle import FeatureHead  # noqa: E402
 from leadout.export.taps import tapped  # noqa: E402
 from leadout.scripts import pair_eagle, pair_parallel, train_pair  # noqa: E402
-from leadout.scripts.pair_recipes import COPYING, REFINED, Recipe  # noqa: E402
+from leadout.scripts.pair_recipes import BACK, COPYING, REFINED, SETTLED, Recipe  # noqa: E402
 
 RECIPE = Recipe(
     hidden=32, layers=2, heads=2, kv_heads=1, intermediate=32, steps=30, shallow=2, tokens=512, long_share=0.0
@@ -54,6 +54,29 @@ def test_weights_go_back_along_a_line(model: LlamaForCausalLM) -> None:
     train_pair.move_back(model, before, 0.25)
     for weight, old in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.allclose(weight, old + 0.75)
+
+
+def test_of_what_a_draft_learnt_a_share_is_kept_and_then_rounded(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shares: list[float] = []
+
+    def learn(learner: LlamaForCausalLM, _stream: object, _loss: object, recipe: Recipe, _folder: Path) -> None:
+        shares.append(recipe.int4_share)
+        with torch.no_grad():
+            for weight in learner.parameters():
+                weight += recipe.steps
+
+    before = deepcopy(model)
+    for name in ("fit", "half_edits", "measure"):
+        monkeypatch.setattr(train_pair, name, learn if name == "fit" else lambda *_: None)
+    for back, learnt, rounding in ((0.0, 30.0, [0.0]), (0.25, 22.5 + SETTLED.steps, [0.0, 1.0])):
+        draft = deepcopy(before)
+        shares.clear()
+        train_pair.distil(draft, model, None, RECIPE, tmp_path, "", False, back=back)
+        assert shares == rounding
+        for weight, old in zip(draft.parameters(), before.parameters(), strict=True):
+            assert torch.allclose(weight, old + learnt, atol=1e-4)
 
 
 def test_copying_counts_the_last_quarter_of_texts_that_fit(
@@ -116,10 +139,11 @@ def test_a_draft_is_refined_on_batches_of_another_seed(
         model.save_pretrained(tmp_path / name)
     monkeypatch.setattr(train_pair, "read_corpus", lambda tokenizer: tokenizer)
     monkeypatch.setattr(train_pair, "distil", lambda *passed: learnt.append(passed))
-    for seed in ((), ("--seed", "5")):
-        train_pair.refine(["--out", str(tmp_path), "--name", "small", "--steps", "7", *seed], standalone_mode=False)
-    (_, _, corpus, usual, folder, *_), (*_, other, _, _, _, _) = learnt
+    for more in ((), ("--seed", "5", "--back", "0.25")):
+        train_pair.refine(["--out", str(tmp_path), "--name", "small", "--steps", "7", *more], standalone_mode=False)
+    (_, _, corpus, usual, folder, *_, back), (_, _, _, other, _, card, *_, less) = learnt
     assert (corpus, folder) == (tmp_path / "target" / "tokenizer.json", tmp_path / "small")
+    assert (back, less) == (BACK, 0.25) and "75% is kept" in card
     assert usual == dataclasses.replace(REFINED, layers=2, shallow=2, intermediate=32, steps=7)
     assert other == dataclasses.replace(usual, seed=5)
     stream = np.arange(5000)
