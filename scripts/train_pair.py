@@ -270,6 +270,7 @@ def rounded(model: Model) -> Model:
 # ---- command line ----------------------------------------------------------------------------------------------------
 OUT = click.option("--out", type=click.Path(path_type=Path), default=Path("models"), show_default=True)
 COMPILE = click.option("--compile/--no-compile", "compiled", default=True, help="Use torch.compile (needs C++).")
+SHARE = click.FloatRange(0, 1, max_open=True)
 MAKERS: dict[bool, Callable[[Loss], Loss]] = {True: torch.compile, False: lambda loss: loss}
 
 
@@ -341,7 +342,7 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
 @click.option("--steps", default=REFINED.steps, show_default=True)
 @click.option("--own-tokens", default=OWN_TOKENS, show_default=True, help="Of the target's own text.")
 @click.option("--seed", default=REFINED.seed, show_default=True, help="Another one, another order of batches.")
-@click.option("--back", default=BACK, show_default=True, help="Share of the way that its weights then go back.")
+@click.option("--back", type=SHARE, default=BACK, show_default=True, help="How far its weights then go back.")
 @click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
 def refine(out: Path, compiled: bool, steps: int, own_tokens: int, seed: int, back: float, name: str) -> None:
     """Distil the draft in --out further: other batches, at rates that start low and only fall."""

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
@@ -146,6 +147,8 @@ def test_a_draft_is_refined_on_batches_of_another_seed(
     assert (back, less) == (BACK, 0.25) and "75% is kept" in card
     assert usual == dataclasses.replace(REFINED, layers=2, shallow=2, intermediate=32, steps=7)
     assert other == dataclasses.replace(usual, seed=5)
+    with pytest.raises(click.BadParameter, match="0<=x<1"):
+        train_pair.refine(["--out", str(tmp_path), "--back", "1"], standalone_mode=False)
     stream = np.arange(5000)
     first, second = (next(iter(train_pair.batches(stream, recipe))) for recipe in (usual, other))
     assert not torch.equal(first, second)
