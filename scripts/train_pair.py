@@ -231,11 +231,12 @@ def distil(
 ) -> None:
     """Train ``model`` on what ``teacher`` says of ``half_edits``, measure and write it. With ``back`` it is moved back
     so far between, and ``SETTLED`` there."""
-    stream, before, loss = half_edits(teacher, corpus, own_tokens), deepcopy(model), distillation_loss(model, teacher)
-    fit(model, stream, MAKERS[compiled](loss), recipe, folder)
+    stream, before = half_edits(teacher, corpus, own_tokens), deepcopy(model)
+    loss = MAKERS[compiled](distillation_loss(model, teacher))
+    fit(model, stream, loss, recipe, folder)
     if back:
         move_back(model, before, back)
-        fit(model, stream, MAKERS[compiled](loss), shaped_as(model, SETTLED, SETTLED.steps), folder)
+        fit(model, stream, loss, shaped_as(model, SETTLED, SETTLED.steps), folder)
     measure(model, teacher, corpus, recipe, folder, DISTILLED.format(tokens=own_tokens, start=start))
 
 
@@ -345,7 +346,8 @@ def draft(out: Path, compiled: bool, layers: int, intermediate: int, steps: int,
 @click.option("--back", type=SHARE, default=BACK, show_default=True, help="How far its weights then go back.")
 @click.option("--name", default="draft", show_default=True, help="Folder of the draft, below --out.")
 def refine(out: Path, compiled: bool, steps: int, own_tokens: int, seed: int, back: float, name: str) -> None:
-    """Distil the draft in --out further: other batches, at rates that start low and only fall."""
+    """Distil the draft in --out further: other batches, at rates that start low and only fall; then back a share of the
+    way, and some steps in int4."""
     folder = out / name
     corpus = read_corpus(out / "target" / "tokenizer.json")
     teacher, model = (LlamaForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (out / "target", folder))
