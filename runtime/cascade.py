@@ -150,23 +150,38 @@ class Cascade:
         self._known = 0  # tokens of the text that all free drafters know
         self._choice = Choice(Round())
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The text begins with ``prompt``. Drafters that sleep are told of it when they wake, and do not wake for less
+        than that takes: nobody would be shown to pay it."""
+        if self._vigil.awake:
+            self._catch_up(prompt)
+            return
+        self._tell_eager(prompt)
+        self._vigil.put_off(len(prompt) * self._experience.habit.reading / self._pace.prices.without_model(1)[0])
+
     def take(self, tokens: Sequence[int]) -> None:
-        """Take the text in: the prompt before the first round, and what each round brought at its end. Rows that draft
-        from each other know as much then, whoever guesses first; other drafters that sleep are told when they wake."""
+        """Take in what a round brought, at its end. Rows that draft from each other know as much then, whoever guesses
+        first; other drafters that sleep are told when they wake."""
         choice = self._choice
-        if not choice.asked and (self._known or not self._vigil.awake):
-            for drafter in self._eager:
-                drafter.take(tokens)
+        if not choice.asked:
+            self._tell_eager(tokens)
             return
         started = perf_counter()
         if choice.settles and choice.plan.by == "model" and (unaided := self._experience.unaided) is not None:
             self._replay(tokens, unaided)
-        for each in self._drafters:
-            each.drafter.take(tokens)
-        self._known = len(tokens)
+        self._tell_all(tokens)
         if choice.settles:
             spent = self._pace.prices.costs.usual(choice.spent + (perf_counter() - started))
             self._vigil.settle(choice.saved or 0.0, spent, chosen=choice.saved is not None)
+
+    def _tell_all(self, tokens: Sequence[int]) -> None:
+        for each in self._drafters:
+            each.drafter.take(tokens)
+        self._known = len(tokens)
+
+    def _tell_eager(self, tokens: Sequence[int]) -> None:
+        for drafter in self._eager:
+            drafter.take(tokens)
 
     def _replay(self, tokens: Sequence[int], unaided: Unaided) -> None:
         """Go over what the draft model's round wrote, to see what free drafters alone would have taken for it."""
@@ -280,11 +295,11 @@ class Cascade:
         """Tell what was written while they slept."""
         if self._known == len(tokens):
             return
+        started, late = perf_counter(), len(tokens) - self._known
         if self._recycles and self._known:
             self._commons.successors.record_text(tokens[self._known - 1 :])
-        for each in self._drafters:
-            each.drafter.take(tokens)
-        self._known = len(tokens)
+        self._tell_all(tokens)
+        self._experience.habit.read(late, self._pace.prices.costs.usual(perf_counter() - started))
 
     def finish(self, tokens: Sequence[int]) -> None:
         """The row ended with ``tokens``: later requests may draft from them."""

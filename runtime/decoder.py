@@ -173,7 +173,7 @@ class Decoder:
             self._pace.prices.begin(self._target.narrowest)
             for row in rows:
                 if row.cascade is not None:
-                    row.cascade.take(row.sequence.tokens)
+                    row.cascade.begin(row.sequence.tokens)
             self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
             if rows[0].settings.branches:
                 self._drafting = self._trees

@@ -3,6 +3,7 @@ rarely, so that text they know nothing of costs next to nothing."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 _PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
@@ -10,15 +11,19 @@ _TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
 _FIRST_NAP, _LONGEST_NAP = 4, 16
 _LONGEST_PAUSE = 64  # rounds of any rows in which no new one begins by asking
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
+_READING = 1 / 32  # of the time that a row slept, what reading its prompt may take when it wakes
+_A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what the rest of a round does
 
 
 @dataclass(slots=True)
 class Habit:
     """What all rows of a decoder know of asking: its ``price`` (seconds a row and round; one slow round counts for
-    three times that at most), the ``patience`` a new row begins with, less where rows before it gave up, and where
-    there is none left to lose, the ``rest`` of a ``pause``: rounds of any rows before a new one begins by asking."""
+    three times that at most), what drafters take to be told of a token of text (``reading``, seconds), the ``patience``
+    a new row begins with, less where rows before it gave up, and where there is none left to lose, the ``rest`` of a
+    ``pause``: rounds of any rows before a new one begins by asking."""
 
     price: float = 0.0
+    reading: float = 0.0
     patience: int = _PATIENCE
     pause: int = 0
     rest: int = 0
@@ -39,6 +44,12 @@ class Habit:
         """A row was asked in a round, and that took so long."""
         latest = min(seconds, _OUTLIER * self.price) if self.price else seconds
         self.price += (1.0 - _PRICE_DECAY if self.price else 1.0) * (latest - self.price)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A row's drafters were told of so many ``tokens`` of its text, which took so long."""
+        if tokens >= _A_PROMPT:
+            latest = seconds / tokens
+            self.reading = min(latest, _OUTLIER * self.reading) if self.reading else latest
 
 
 class Vigil:
@@ -73,6 +84,12 @@ class Vigil:
         self._sleep = max(0, self._sleep - 1)
         if self._sleep:
             self._habit.rest = max(0, self._habit.rest - 1)
+
+    def put_off(self, rounds: float) -> None:
+        """What they have to be told when they wake takes as long as so many ``rounds``: if they sleep, then until that
+        is little beside what was written meanwhile."""
+        if self._sleep:
+            self._sleep = max(self._sleep, math.ceil(rounds / _READING))
 
     def settle(self, saved: float, spent: float, *, chosen: bool) -> None:
         """A round in which they were asked is over: the seconds it ``saved`` (below 0 where a guess was chosen and

@@ -79,6 +79,8 @@ def asking_pays_or_sleeps(monkeypatch):
     test_vigil.test_short_rows_in_which_it_never_pays_share_their_breaks()
     test_vigil.test_a_long_row_naps_no_longer_than_it_did()
     test_vigil.test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked()
+    test_vigil.test_a_row_that_begins_asleep_wakes_when_its_prompt_is_little_beside_what_it_wrote()
+    test_vigil.test_what_reading_takes_is_learnt_from_prompts()
     test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
     test_vigil.test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up()
     test_vigil.test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep()
@@ -228,7 +230,10 @@ MUTANTS = [
     Mutant("every nap is a row that gave up", vigil.Vigil, "_rest", "if self._hopes", "if True"),
     Mutant("who was worth it is not asked", vigil.Habit, "pays", "_PATIENCE, 0, 0", "_PATIENCE, self.pause, self.rest"),
     Mutant("breaks stay short", vigil.Habit, "give_up", "2 * self.pause", "self.pause"),
-    Mutant("who sleeps reads the prompt", cascade.Cascade, "take", "or not self._vigil.awake", ""),
+    Mutant("who sleeps reads the prompt", cascade.Cascade, "begin", "if self._vigil.awake", "if True"),
+    Mutant("who sleeps wakes whatever it has to read", vigil.Vigil, "put_off", "rounds / _READING", "0 * rounds"),
+    Mutant("who sleeps wakes when that takes all it wrote", vigil.Vigil, "put_off", "/ _READING", ""),
+    Mutant("what reading takes is never learnt", vigil.Habit, "read", "tokens >= _A_PROMPT", "False"),
     Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),
     Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
     Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),
@@ -238,8 +243,8 @@ MUTANTS = [
         "siblings sleep too",
         cascade.Cascade,
         "take",
-        "drafter.take(tokens)\n        return",
-        "pass\n        return",
+        "self._tell_eager(tokens)\n        return",
+        "return",
     ),
     Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
     Mutant(

@@ -95,7 +95,7 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
     habit = chooser._experience.habit
     habit.pause = habit.rest = 3
     chooser._vigil, text = Vigil(habit), [1, 2, 3]
-    chooser.take(text)
+    chooser.begin(text)
     for _ in range(4):
         assert not heard
         chooser.choose(chooser._pace.tick(), text, 8, 0, 0)
@@ -103,6 +103,44 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
         text.append(9)
         chooser.take(text)
     assert [*dict.fromkeys(heard)] == [6, 7], "before it looked, and after the round"
+
+
+def test_a_row_that_begins_asleep_wakes_when_its_prompt_is_little_beside_what_it_wrote():
+    """20 tokens to be told, a round takes 0.1 s: at 1 ms a token that is 1/32 of 7 rounds, at 10 of 64."""
+
+    def first_asked(reading):
+        chooser, _ = cascade([7], costs=FixedCosts(per_token=0.2))
+        chooser._pace.prices.without_model = lambda rows: [0.1] * 64
+        habit = chooser._experience.habit
+        habit.pause = habit.rest = 3
+        habit.reading = reading
+        chooser._vigil, text = Vigil(habit), list(range(20))
+        chooser.begin(text)
+        for i in range(1, 100):
+            chooser.choose(chooser._pace.tick(), text, 8, 0, 0)
+            if chooser._choice.asked:
+                return i
+        raise AssertionError("it never wakes")
+
+    assert [first_asked(0.0), first_asked(0.001), first_asked(0.01)] == [4, 7, 64]
+
+
+def test_what_reading_takes_is_learnt_from_prompts():
+    habit = Habit()
+    habit.read(15, 9.0)
+    assert habit.reading == 0.0, "too few to say"
+    habit.read(100, 2.0)
+    assert habit.reading == pytest.approx(0.02)
+    habit.read(100, 1000.0)
+    assert habit.reading == pytest.approx(0.06), "an outlier"
+    habit.read(100, 1.0)
+    assert habit.reading == pytest.approx(0.01)
+    awake = Vigil(Habit())
+    awake.put_off(100.0)
+    assert awake.awake, "who is awake is not put to sleep"
+    chooser, _ = cascade([7])
+    chooser.begin(list(range(40)))
+    assert chooser._experience.habit.reading > 0.0 and chooser._known == 40
 
 
 def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one():
@@ -133,7 +171,7 @@ def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
     chooser, _ = cascade([])
     listener, text = Listener([49]), [1]
     chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
-    chooser.take(text)
+    chooser.begin(text)
     heard = []
     for _ in range(30):
         assert not chooser.choose(chooser._pace.tick(), text, 8, 0, 0).tokens
