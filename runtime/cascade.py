@@ -151,8 +151,8 @@ class Cascade:
         self._choice = Choice(Round())
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The text begins with ``prompt``. Drafters that sleep are told of it when they wake, and do not wake for less
-        than that takes: nobody would be shown to pay it."""
+        """The text begins with ``prompt``. Drafters that sleep are told of it when they wake, and sleep until that is
+        little beside what was written: the price of asking does not show it."""
         if self._vigil.awake:
             self._catch_up(prompt)
             return

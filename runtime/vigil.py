@@ -12,7 +12,7 @@ _FIRST_NAP, _LONGEST_NAP = 4, 16
 _LONGEST_PAUSE = 64  # rounds of any rows in which no new one begins by asking
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
 _READING = 1 / 32  # of the time that a row slept, what reading its prompt may take when it wakes
-_A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what the rest of a round does
+_A_PROMPT = 2 * _LONGEST_NAP  # tokens: fewer were written in a nap, and are told out of a cold cache
 
 
 @dataclass(slots=True)
