@@ -301,6 +301,11 @@ class Cascade:
         self._tell_all(tokens)
         self._experience.habit.read(late, self._pace.prices.costs.usual(perf_counter() - started))
 
+    @property
+    def asks(self) -> bool:
+        """Whether free drafters were asked in this round."""
+        return self._choice.asked
+
     def finish(self, tokens: Sequence[int]) -> None:
         """The row ended with ``tokens``: later requests may draft from them."""
         if self._kind in ("suffix", "auto"):

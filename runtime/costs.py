@@ -16,8 +16,9 @@ from .typical import HARDLY, KNOWN, Typical
 
 _BELIEVED = KNOWN  # what a table on disk counts for, in measurements: enough to tell how fast the device is today
 _NEIGHBOURS = 6
-PARTS = ("target", "plain", "draft", "catch-up", "host")
-_CALM = 4  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
+PARTS = ("target", "plain", "draft", "catch-up", "host", "quiet")
+_CALM = 8  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
+_STRETCH = 4  # plain steps after such a wait that are compared with the steps before it
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
 _FEW = 2  # tokens read late that say less of what one takes than the draft around them scatters
@@ -64,7 +65,8 @@ class Costs:
         ``tempo`` can be compared."""
         self._tables: dict[str, dict[tuple[int, int], dict[int, Typical]]] = {}
         self.coverage = Coverage()
-        self._calm = 0
+        self._calm = self._stretch = 0  # rounds without a draft model; plain steps among them
+        self.knows_plain = False  # plain steps were measured, of whatever rows
         self._modelled = False  # a draft model has run
         self._compared: Counter[int] = Counter()  # how often plain steps came after others, by doublings of rows
         self._typicals: dict[tuple[str, int, int, int], Typical] = {}  # of the tables, by step: every round asks
@@ -76,24 +78,40 @@ class Costs:
             typical = self._typical(cost.part, cost.rows, cost.context, cost.width)
             for _ in range(_BELIEVED):
                 typical.append(cost.seconds)
+            self.knows_plain |= cost.part == "plain"
             if cost.part in ("target", "plain"):
                 self.coverage.believe(cost.rows, PLAIN if cost.part == "plain" else cost.width, _BELIEVED)
 
     def record_target(
-        self, rows: int, width: int, seconds: float, past: int = 0, *, drafts: bool = True, modelled: bool = True
+        self,
+        rows: int,
+        width: int,
+        seconds: float,
+        past: int = 0,
+        *,
+        drafts: bool = True,
+        modelled: bool = True,
+        asked: bool = False,
     ) -> None:
         """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
-        ``modelled``: the draft model ran in this round."""
-        self._calm = 0 if modelled else self._calm + 1
-        plain, bucket = not drafts and self._calm > _CALM, context_bucket(past)
+        ``modelled``: the draft model ran in this round; ``asked``: free drafters did, and what they left in the cache
+        makes it longer."""
+        self._calm, self._stretch = (0, 0) if modelled else (self._calm + 1, self._stretch)
+        plain, bucket = not drafts and not asked and self._calm > _CALM, context_bucket(past)
+        self._stretch += plain
+        beside = plain and self._stretch <= _STRETCH and self._modelled
         part = "plain" if plain else "target"
         if self.coverage.renews(rows, PLAIN if plain else width):
             self._typical(part, rows, bucket, width).fade(even=plain)  # one too short would end all drafting
         self._modelled |= modelled
-        telling = plain or modelled or not self._modelled  # else weights are on their way back into a cache
-        self._compared[rows.bit_length()] += plain and (self._last is None or self._last[0] != part)
-        self._record(part, rows, bucket, width, seconds, telling=telling, counts=telling or drafts)
+        # Weights are on their way back into a cache, or tempo is to be that of the steps these are compared with.
+        telling = modelled or not self._modelled or (plain and not beside)
+        self._compared[rows.bit_length()] += plain and self._stretch == 1
+        self._record(part, rows, bucket, width, seconds, telling=telling, counts=telling or drafts or beside)
         self.coverage.record(rows, *((PLAIN, width) if plain else (width,)))
+        if plain and self._stretch >= _STRETCH:
+            self.coverage.compare(rows)
+        self.knows_plain |= plain and self.coverage.times(rows, PLAIN) >= PLAIN_KNOWN
 
     def disturb(self) -> None:
         """A draft model has run, besides rounds: it took a prompt in."""
@@ -113,9 +131,12 @@ class Costs:
             self._pay(("draft", rows, bucket, steps), 1)
             self._record("catch-up", rows, 0, 1, max(_LEAST, seconds - known * self._tempo.slowness) / tokens, tokens)
 
-    def record_host(self, rows: int, seconds: float) -> None:
-        """What a round took besides its models and the verdict: every round pays it, however much it drafts."""
+    def record_host(self, rows: int, seconds: float, *, quiet: bool = False) -> None:
+        """What a round took besides its models and the verdict: every round pays it, however much it drafts. ``quiet``:
+        nobody drafted, nor was asked to."""
         self._record("host", rows, 0, 1, seconds)
+        if quiet:
+            self._typical("quiet", rows, 0, 1).append(self.usual(seconds))
 
     @property
     def counts(self) -> Counter[Step]:
@@ -196,8 +217,12 @@ class Costs:
         return rows * late * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
-        """Seconds of a round outside the models; 0 while it was never measured."""
+        """Seconds of a round outside the models, on average; 0 while it was never measured."""
         return self._known("host", rows, 0).get(1, 0.0)
+
+    def quiet(self, rows: int) -> float:
+        """The same of a round in which nobody drafts, nor is asked to."""
+        return self._known("quiet", rows, 0).get(1, self.host(rows))
 
     def price(self, weights: Mapping[Step, float]) -> dict[str, float]:
         """Seconds of so many steps, by part, at what each is known to cost now."""

@@ -13,6 +13,7 @@ LONGEST_FIRST = max(_FIRST_ALONE[0])
 # Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
 # always as fast; the next time after twice as many, up to 16 times.
 _STALE, _DOUBLINGS = 256, 4
+_OFTEN = 128  # rounds after which plain steps are compared anew while a choice hangs on how they compare
 # Measurements of plain steps before they are known: of two the less would count, and stay where drafting pays.
 PLAIN_KNOWN = 3
 PLAIN = 0  # where plain steps are counted among the widths
@@ -26,6 +27,7 @@ class Coverage:
         self._times: Counter[tuple[int, int]] = Counter()
         self._last: dict[tuple[int, int], int] = {}
         self._renewed: Counter[tuple[int, int]] = Counter()  # how often it was measured anew because it was stale
+        self._compared: dict[int, int] = {}  # by doublings of rows, the round in which plain steps were compared last
         self._round = 0
 
     def believe(self, rows: int, width: int, times: int) -> None:
@@ -47,13 +49,18 @@ class Coverage:
             self._times[size, width] += 1
             self._last[size, width] = self._round
 
+    def compare(self, rows: int) -> None:
+        """As many plain steps were measured beside others as say how they compare."""
+        self._compared[rows.bit_length()] = self._round
+
     def times(self, rows: int, width: int) -> int:
         """How often such a step was measured."""
         return self._times[rows.bit_length(), width]
 
     def lacks_plain(self, rows: int) -> bool:
-        """Whether a plain step was hardly measured with about so many rows, or long ago."""
-        return self.times(rows, PLAIN) < PLAIN_KNOWN or self._stale((rows.bit_length(), PLAIN))
+        """Whether plain steps were hardly measured with about so many rows, or were not compared with others lately."""
+        long_ago = self._round - self._compared.get(rows.bit_length(), 0) > _OFTEN
+        return long_ago or self.times(rows, PLAIN) < PLAIN_KNOWN
 
     def first_length(
         self, limit: int, rows: int = 1, narrowest: int = 1, best: Callable[[], int] | None = None

@@ -157,7 +157,7 @@ class Decoder:
                 logits = self._forward(rows, drafts, clock)
                 verdicts = self._verify(this, rows, drafts, logits, clock)
                 events = self._commit(this, rows, drafts, verdicts)
-                rows = self._retire(rows, clock)
+                rows = self._retire(rows, drafts, clock)
             yield from events
 
     def _start(self, rows: list[Row]) -> Stopwatch:
@@ -296,7 +296,8 @@ class Decoder:
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             step = len(rows), width, took, self._pace.prices.past
-            self._pace.ledger.note(self.costs.record_target, *step, drafts=drafted, modelled=modelled)
+            how = {"drafts": drafted, "modelled": modelled, "asked": any(map(asks, rows))}
+            self._pace.ledger.note(self.costs.record_target, *step, **how)
             if modelled and self._drafting is not None:
                 tokens, model = [verdict.accepted + 1 for verdict in verdicts], self._drafting
                 policies = [row.policy for row in rows]
@@ -337,7 +338,7 @@ class Decoder:
         stats = row.stats if row.finish_reason else None
         return Event(row.index, tokens, row.sampler.rule, row.sampler.noise.seed, row.finish_reason, stats)
 
-    def _retire(self, rows: list[Row], clock: Stopwatch) -> list[Row]:
+    def _retire(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> list[Row]:
         """Fill the places of finished rows with the last live ones, in every cache; charge the round's time."""
         live = list(rows)
         for place in reversed(range(len(rows))):
@@ -348,10 +349,17 @@ class Decoder:
                     if self._drafting is not None:
                         self._drafting.move(len(live), place)
                     live[place] = last
-        self._pace.ledger.note(self.costs.record_host, len(rows), clock.charge([row.stats for row in rows]))
+        quiet = not any(map(asks, rows)) and not any(draft.tokens for draft in drafts)
+        host = clock.charge([row.stats for row in rows])
+        self._pace.ledger.note(self.costs.record_host, len(rows), host, quiet=quiet)
         if len(live) < len(rows):
             self._pace.enter()
         return live
+
+
+def asks(row: Row) -> bool:
+    """Whether the row's free drafters were asked in this round."""
+    return row.cascade is not None and row.cascade.asks
 
 
 def dozes(row: Row) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 # and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
 # draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
 BY_DRAFTS, BY_GUESSES = 0.8, 0.5
-_MARGIN = 1.25
+_MARGIN = 1.1
 
 
 def cap(
@@ -33,7 +33,7 @@ def cap(
 
 def pays(faster: float, longer: float) -> bool:
     """Whether to draft at all for a round that promises to be ``faster`` by that factor and takes ``longer`` by that
-    one. What it takes beyond a round without drafts counts 1.25: near the break-even there is nothing to gain, and
+    one. What it takes beyond a round without drafts counts 1.1: near the break-even there is nothing to gain, and
     estimates err."""
     return faster * longer > 1.0 + _MARGIN * (longer - 1.0)
 

@@ -26,6 +26,7 @@ _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a re
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
 _CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
+_SURE = 2.0  # standard errors of what is known of that: a gain that is one even so is clear, too
 _HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
 
 
@@ -95,7 +96,7 @@ class Pace:
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
-            self.rest.tick(self.prices.without_model(self._rows)[0])
+            self.rest.tick(self.prices.with_model(self._rows)[0])
         self._rounds, self._rows = self._rounds + 1, rows
         self.prices.past = past
         young = self._rounds < _FRESH
@@ -138,7 +139,7 @@ class Pace:
         prices, rows, (length, asked) = self.prices, this.rows, drafted
         unverified = prices.steps(rows)[asked] - prices.steps(rows)[length]
         took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, late)
-        plain, step = prices.without_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
+        plain, step = prices.with_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
         # without the model all steps would be as much shorter as plain ones are where it does not run
         without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * this.otherwise) * (1.0 + prices.costs.doubt(rows))
         for bill in bills:
@@ -217,7 +218,9 @@ class Pace:
             return _PROBE_LENGTH, "tried"
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)
-        self.survey.unclear = best > 0 and speeds[best] < _CLEAR * speeds[0]
+        costs = self.prices.costs
+        clear = math.exp(_SURE * costs.doubt(rows)) if costs.knows_plain else _CLEAR
+        self.survey.unclear = best > 0 and not self._pays(speeds, best, rows, clear)
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
         if not best:
@@ -226,9 +229,10 @@ class Pace:
             self.rest.end()
         return best, "promises"
 
-    def _pays(self, speeds: Sequence[float], length: int, rows: int) -> bool:
+    def _pays(self, speeds: Sequence[float], length: int, rows: int, faster: float = 1.0) -> bool:
+        """``faster``: a round without drafts is, by that factor."""
         seconds = self.prices.with_model(rows)
-        return length > 0 and pays(speeds[length] / speeds[0], seconds[length] / seconds[0])
+        return length > 0 and pays(speeds[length] / (faster * speeds[0]), seconds[length] / seconds[0])
 
     def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         """The length that would pay at the speeds to hope for; else 0. A draft that rests must catch up, so that it

@@ -52,10 +52,12 @@ class Prices:
         return known
 
     def with_model(self, rows: int) -> list[float]:
-        """The same with 0..63 drafts of the draft model."""
+        """The same with 0..63 drafts of the draft model; without any, of a round in which nobody is asked."""
         if (known := self._with.get(rows)) is None:
             drafts, free = self.costs.drafts(rows, self.past), self.without_model(rows)
-            known = self._with[rows] = [draft + step for draft, step in zip(drafts, free, strict=True)]
+            known = [draft + step for draft, step in zip(drafts, free, strict=True)]
+            known[0] -= max(0.0, self.costs.host(rows) - self.costs.quiet(rows))
+            self._with[rows] = known
         return known
 
     def again(self, rows: int, written: float) -> float:

@@ -11,7 +11,7 @@ from .prices import Prices
 
 class Survey:
     """Lengths to be measured, whatever they promise; what they show is entered at once. ``unclear``: what a plain step
-    takes decides whether to draft."""
+    takes decides whether to draft, as far as it is known."""
 
     def __init__(self, prices: Prices, ledger: Ledger) -> None:
         self._prices, self._ledger = prices, ledger
@@ -49,5 +49,5 @@ class Survey:
         return wants
 
     def _doubts(self, rows: int) -> bool:
-        """Whether what a plain step takes decides whether to draft, and is hardly known."""
+        """Whether what a plain step takes decides whether to draft, and was not measured just now."""
         return self.unclear and self._prices.costs.coverage.lacks_plain(rows)

@@ -225,5 +225,5 @@ class FixedCosts(Costs):
     def doubt(self, rows: int) -> float:
         return 0.0
 
-    def record_host(self, rows: int, seconds: float) -> None:
+    def record_host(self, rows: int, seconds: float, *, quiet: bool = False) -> None:
         pass

@@ -10,7 +10,7 @@ from test_mutants import Mutant, must_die
 from test_policy import next_round
 
 from leadout.runtime import costs, coverage, drafters, policy, prices, typical
-from leadout.runtime.costs import Costs
+from leadout.runtime.costs import Costs, Step
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
@@ -60,7 +60,7 @@ def one_measurement_renews_what_a_plain_step_takes():
     for _ in range(300):
         table.record_target(1, 5, 1.5)
     assert table.coverage.lacks_plain(1) and table.plain(1, 1) == 2.0
-    while table.coverage.lacks_plain(1):
+    while table.counts[Step("plain", 1, 0, 1)] < 5:
         table.record_target(1, 1, 1.0, drafts=False, modelled=False)
     assert table.plain(1, 1) == pytest.approx(math.sqrt(2.0))
     table.record_target(1, 1, 1.0, drafts=False, modelled=False)
