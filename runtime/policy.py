@@ -220,7 +220,8 @@ class Pace:
         best = _largest(speeds)
         costs = self.prices.costs
         clear = math.exp(_SURE * costs.doubt(rows)) if costs.knows_plain else _CLEAR
-        self.survey.unclear = best > 0 and not self._pays(speeds, best, rows, clear)
+        known = best > 0 and not any(bill.is_new for bill in bills)
+        self.survey.unclear = known and not self._pays(speeds, best, rows, clear)
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
         if not best:

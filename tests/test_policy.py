@@ -285,13 +285,33 @@ def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():
     assert not table.coverage.lacks_plain(1)
 
 
+def seasoned(pace):
+    """A request whose draft model has been seen for some rounds."""
+    row = AutoLength(pace)
+    for _ in range(8):
+        row.bill.record(0.1)
+    return row
+
+
+def test_plain_steps_are_not_measured_before_anything_is_known_of_the_draft():
+    pace = Pace(costs(per_draft=0.5))
+    pace.prices.costs.coverage._times[1, 0] = 0
+    pace.prices.costs.knows_plain = False
+    row = AutoLength(pace)
+    assert all(next_length(pace, row) for _ in range(6))
+    for _ in range(8):
+        row.bill.record(0.1)
+    pace.enter()
+    assert 0 in [next_length(pace, row) for _ in range(4)]
+
+
 def test_a_plain_step_is_measured_where_it_decides():
     clear, unclear = Pace(costs(per_draft=0.05)), Pace(costs(per_draft=0.5))
     for pace in (clear, unclear):
         pace.prices.costs.coverage._times[1, 0] = 0
         pace.prices.costs.knows_plain = False
         pace.prices.costs.disturb()
-        row = AutoLength(pace)
+        row = seasoned(pace)
         assert next_length(pace, row) > 0
         lengths = []
         for _ in range(12):
@@ -312,7 +332,7 @@ def test_plain_steps_are_compared_anew_while_a_choice_hangs_on_them(doubt, least
     table = costs(per_draft=0.4)
     table.doubt = lambda rows: doubt
     pace, undrafted = Pace(table), 0
-    row = AutoLength(pace)
+    row = seasoned(pace)
     for _ in range(300):
         row.observe([(1.0, 0.8)] * 2)
         length = next_length(pace, row)
