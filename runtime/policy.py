@@ -208,8 +208,9 @@ class Pace:
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
             return 0, "promises"
-        worthwhile = min(longest, max(request.reach for request, _ in requests))
-        first = self.survey.first_length(worthwhile, rows, lambda: _largest(self._hopes(requests, rows, _HOPE)))
+        reach = max(request.reach for request, _ in requests)
+        hopes = lambda: _largest(self._hopes(requests, rows, _HOPE))  # noqa: E731
+        first = self.survey.first_length(min(longest, reach), rows, hopes)
         if first is not None:
             return first, "measured"
         if self.rest.resting:
@@ -218,10 +219,8 @@ class Pace:
             return _PROBE_LENGTH, "tried"
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)
-        costs = self.prices.costs
-        clear = math.exp(_SURE * costs.doubt(rows)) if costs.knows_plain else _CLEAR
-        known = best > 0 and not any(bill.is_new for bill in bills)
-        self.survey.unclear = known and not self._pays(speeds, best, rows, clear)
+        if longest >= reach:  # at the end of a text no draft is long enough to say
+            self.survey.unclear = best > 0 and not any(bill.is_new for bill in bills) and self._hinges(speeds, rows)
         if not self._pays(speeds, best, rows):
             best = self._hoped(requests, rows)
         if not best:
@@ -234,6 +233,12 @@ class Pace:
         """``faster``: a round without drafts is, by that factor."""
         seconds = self.prices.with_model(rows)
         return length > 0 and pays(speeds[length] / (faster * speeds[0]), seconds[length] / seconds[0])
+
+    def _hinges(self, speeds: Sequence[float], rows: int) -> bool:
+        """Whether these speeds would pay no more if plain steps were as short as they may be, for all that is known."""
+        costs = self.prices.costs
+        faster = math.exp(_SURE * costs.doubt(rows)) if costs.knows_plain else _CLEAR
+        return not self._pays(speeds, _largest(speeds), rows, faster)
 
     def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
         """The length that would pay at the speeds to hope for; else 0. A draft that rests must catch up, so that it

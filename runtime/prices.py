@@ -7,6 +7,7 @@ from .costs import Costs
 from .settings import MAX_GUESS_LENGTH
 
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
+_OUTLIER = 3.0  # a prompt that takes longer than usual by more met something else
 
 
 class Prices:
@@ -76,9 +77,13 @@ class Prices:
             each = self._missed[rows] = self.costs.catch_up(rows, 1, self.reading)
         return late * each
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def read(self, tokens: int, seconds: float) -> float:
         """The draft model read so many ``tokens`` of prompts, which took so long. (What a few take says little of what
-        one of many does.)"""
-        if tokens >= _A_PROMPT or (tokens and not self.reading):
-            self.reading = self.costs.usual(seconds) / tokens
+        one of many does.) What that usually takes: one that stalled is neither the price nor a reason to rest."""
+        took, known = self.costs.usual(seconds), self.reading
+        if known and tokens >= _A_PROMPT:
+            took = min(took, _OUTLIER * known * tokens)
+        if tokens >= _A_PROMPT or (tokens and not known):
+            self.reading = took / tokens
             self._missed.clear()
+        return took

@@ -32,9 +32,8 @@ class Reading:
     def begin(self, bills: Sequence[Bill], tokens: int, seconds: float) -> None:
         """It read so many ``tokens`` of these requests' prompts, which took so long. The first time that is a
         measurement, and on nobody's bill."""
-        self._owed = (bills if self._prices.reading else []), self._prices.costs.usual(seconds)
-        self.proposed = False
-        self._prices.read(tokens, seconds)
+        owing = bills if self._prices.reading else []
+        self._owed, self.proposed = (owing, self._prices.read(tokens, seconds)), False
 
     def end(self) -> None:
         """Those requests are answered: what they read goes on their bills, a loss where it proposed nothing."""

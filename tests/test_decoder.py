@@ -397,6 +397,7 @@ def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
         "draft": 7.0,
         "catch-up": 10.0,
         "host": 0,
+        "quiet": 0,
     }
     assert [costs.catch_up(2, late) for late in (0, 1, 20)] == [0.0, 1.0, 20.0]
     assert costs.catch_up(8, 20) == 80.0, "a step is a rectangle"

@@ -310,9 +310,7 @@ MUTANTS = [
     ),
     Mutant("a slow draft missed much", C, "record_draft", "known * self._tempo.slowness", "known"),
     Mutant("no doubt about a bill", policy.Pace, "_settle", "1.0 + prices.costs.doubt(rows)", "1.0"),
-    Mutant(
-        "a slow reading is a dear one", prices.Prices, "read", "self.costs.usual(seconds) / tokens", "seconds / tokens"
-    ),
+    Mutant("a slow reading is a dear one", prices.Prices, "read", "self.costs.usual(seconds)", "seconds"),
     Mutant(
         "slow guesses are dear ones",
         cascade.Cascade,
