@@ -183,13 +183,13 @@ def a_try_forgets_no_gain():
 def a_prompt_that_stalled_is_no_reason_to_rest():
     """Something else held the machine for ten minutes: it is neither on the bill nor the price of the next one."""
     pace = a_pace()
-    request = AutoLength(pace)
+    request, charged = AutoLength(pace), []
+    request.bill.charge = charged.append
     for seconds in (2.0, 2.0, 600.0):
         pace.read([request], 100, seconds)
-        charged, request.bill.charge = [], lambda seconds: charged.append(seconds)
         pace.settle(Round(), [request], [4], 2, 0)
         pace.start()
-    assert charged == [pytest.approx(6.0)] and pace.prices.reading == pytest.approx(0.06)
+    assert charged == pytest.approx([2.0, 6.0]) and pace.prices.reading == pytest.approx(0.06)
 
 
 def a_prompt_is_not_read_for_nothing():
