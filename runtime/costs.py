@@ -56,9 +56,9 @@ class Costs:
     logits, of which there are as many) by rows, context and width, one without a draft when no draft model has run for
     a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), a draft
     by rows, context and length, a token of text that a draft had missed while others drafted, and the host's part of a
-    round by rows; all as if the device were always as fast (``Tempo``). Recording is cheap, for every round does it;
-    looking up is not. What is not known of a place in the table is taken from the nearest places that were measured,
-    scaled by what both know."""
+    round by rows, on average and where nobody was asked to draft; all as if the device were always as fast
+    (``Tempo``). Recording is cheap, for every round does it; looking up is not. What is not known of a place in the
+    table is taken from the nearest places that were measured, scaled by what both know."""
 
     def __init__(self, known: Iterable[Cost] = (), tempo: Tempo | None = None) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import TRIAL, Bill
@@ -209,8 +210,8 @@ class Pace:
         if longest <= 0:
             return 0, "promises"
         reach = max(request.reach for request, _ in requests)
-        hopes = lambda: _largest(self._hopes(requests, rows, _HOPE))  # noqa: E731
-        first = self.survey.first_length(min(longest, reach), rows, hopes)
+        seems = partial(self._seems_best, requests, rows)
+        first = self.survey.first_length(min(longest, reach), rows, seems)
         if first is not None:
             return first, "measured"
         if self.rest.resting:
@@ -246,6 +247,9 @@ class Pace:
         speeds = self._hopes(requests, rows, _HOPE / math.sqrt(len(requests)))  # rows err each for itself
         best = _largest(speeds)
         return best if self._pays(speeds, best, rows) else 0
+
+    def _seems_best(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
+        return _largest(self._hopes(requests, rows, _HOPE))
 
     def _hopes(self, requests: Sequence[tuple[AutoLength, int]], rows: int, errors: float) -> list[float]:
         """Tokens a second if these requests' drafts are as good as the little that was seen of them does not rule out,

@@ -130,7 +130,7 @@ MUTANTS = [
     Mutant("one bad moment ends all drafting", costs.Costs, "record_target", "even=plain", "even=False"),
     Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),
     Mutant("what is long ago holds", C, "renews", "return stale", "return False"),
-    Mutant("nothing is hoped for", policy.Pace, "_joint", "requests, rows, _HOPE", "requests, rows, -4.0"),
+    Mutant("nothing is hoped for", policy.Pace, "_seems_best", "requests, rows, _HOPE", "requests, rows, -4.0"),
     Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),
     Mutant(
         "equal prompts are read anew",

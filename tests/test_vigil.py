@@ -231,3 +231,20 @@ def test_the_pace_forgets_its_tables_of_steps():
     for _ in range(8):
         pace.tick()
     assert pace.prices.steps(1)[2] == 1.75
+
+
+def test_costs_are_told_in_which_rounds_free_drafters_were_asked(monkeypatch):
+    """They sleep sooner or later: what steps and the host take while they do is kept apart."""
+    steps, hosts = [], []
+    monkeypatch.setattr(
+        FixedCosts, "record_target", lambda self, *a, drafts, asked, **how: steps.append((drafts, asked))
+    )
+    monkeypatch.setattr(FixedCosts, "record_host", lambda self, *a, quiet: hosts.append(quiet))
+    for draft in ("none", "suffix"):
+        steps.clear(), hosts.clear()
+        decoder = Decoder(*toy_pair(order=2), costs=FixedCosts(per_token=3.0))
+        request = Settings(draft=draft, max_new_tokens=60, temperature=1.0, seed=3)
+        decode([(list(range(20)), request)], decoder=decoder, eos=())
+        decoder._pace.enter()
+        assert hosts == [not drafts and not asked for drafts, asked in steps], "nobody drafted, nor was asked"
+        assert {asked for _, asked in steps} == ({False} if draft == "none" else {False, True})
