@@ -14,7 +14,7 @@ from .edits import EditedCopy
 from .family import Family
 from .forced import ForcedDrafter
 from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
-from .gain import BY_DRAFTS, pays, worth
+from .gain import BY_GUESSES, pays, worth
 from .grammar import Grammar
 from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
@@ -102,7 +102,8 @@ _NO_GUESS = Best()
 class Choice:
     """One row's part in a round. ``asked``: its free drafters guess, and are scored; ``settles``: what that saves says
     if asking pays. ``otherwise`` are the tokens a second that the draft model promised, 0 where it is not to be asked.
-    Asking took ``spent`` seconds; ``saved`` are those by which steps were the shorter for a guess that was verified."""
+    Asking took ``spent`` seconds; ``saved`` are those by which steps were the shorter for a guess that was verified,
+    None where none was."""
 
     this: Round
     asked: bool = False
@@ -111,7 +112,7 @@ class Choice:
     plan: Plan = NOBODY
     otherwise: float = 0.0
     spent: float = 0.0
-    saved: float = 0.0
+    saved: float | None = None
 
 
 class Cascade:
@@ -171,7 +172,7 @@ class Cascade:
         self._tell_all(tokens)
         if choice.settles:
             spent = self._pace.prices.costs.usual(choice.spent + (perf_counter() - started))
-            self._vigil.settle(choice.saved, spent)
+            self._vigil.settle(choice.saved or 0.0, spent, chosen=choice.saved is not None)
 
     def _tell_all(self, tokens: Sequence[int]) -> None:
         for each in self._drafters:
@@ -272,13 +273,11 @@ class Cascade:
         row's share of such rounds), less its share of what a step as wide as this one takes longer, and of what the
         draft model, if it would have been asked, has to make up for. Steps alone: the host's part is what asking makes
         longer."""
-        rows, prices, promised = len(drafts), self._pace.prices, self._choice.otherwise
-        steps = prices.steps(rows)
-        plain = steps[0] if promised else prices.plain(rows)
-        longer = steps[max(drafts)] - plain
+        rows, steps, promised = len(drafts), self._pace.prices.steps(len(drafts)), self._choice.otherwise
+        plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * promised)) if promised else 1.0
-        gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_DRAFTS) - rows
-        missed = prices.missed(rows, tokens) / rows if promised else 0.0
+        gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
+        missed = self._pace.prices.missed(rows, tokens) / rows if promised else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _settle_promises(self, best: Best, new: Sequence[int]) -> None:

@@ -20,7 +20,6 @@ class Prices:
         self.costs, self.narrowest, self.past = costs, narrowest, 0
         self.reading, self.rereads = 0.0, False
         self._steps: dict[int, list[float]] = {}
-        self._plain: dict[int, float] = {}
         self._without: dict[int, list[float]] = {}
         self._with: dict[int, list[float]] = {}
         self._missed: dict[int, float] = {}
@@ -33,7 +32,7 @@ class Prices:
 
     def renew(self) -> None:
         """All is looked up anew when it is asked for next."""
-        for table in (self._steps, self._plain, self._without, self._with, self._missed):
+        for table in (self._steps, self._without, self._with, self._missed):
             table.clear()
 
     def steps(self, rows: int) -> list[float]:
@@ -44,18 +43,13 @@ class Prices:
             known = self._steps[rows] = [steps[width] for width in widths]
         return known
 
-    def plain(self, rows: int) -> float:
-        """Of its step without drafts, as such steps are where no draft model runs, if that is known."""
-        if (known := self._plain.get(rows)) is None:
-            step = self.steps(rows)[0]
-            known = self._plain[rows] = min(self.costs.plain(rows, self.narrowest, self.past) or step, step)
-        return known
-
     def without_model(self, rows: int) -> list[float]:
-        """Of a round with 0..63 drafts that cost nothing; without any its step is ``plain``."""
+        """Of a round with 0..63 drafts that cost nothing. Without any it is a step as such steps are where no draft
+        model runs, if that is known."""
         if (known := self._without.get(rows)) is None:
-            host = self.costs.host(rows)
-            known = self._without[rows] = [host + seconds for seconds in (self.plain(rows), *self.steps(rows)[1:])]
+            host, steps = self.costs.host(rows), self.steps(rows)
+            plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
+            known = self._without[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
         return known
 
     def with_model(self, rows: int) -> list[float]:

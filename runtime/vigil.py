@@ -6,15 +6,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A round in which drafters are asked is longer than by what that takes itself: their structures are where the target's
-# weights were, and its threads fell asleep over it (4 to 6 times as much on the demo pair; 2 to 4 decide alike).
-_AND_AFTER = 3.0
-_PRICE_DECAY, _OUTLIER = 0.95, 3.0
-_HOPE = 0.5  # of the price: what asking must be thought to save
-_WORST = 3.0  # prices that a round may lose: where steps are long, one guess that failed is no reason to ask no more
-_DECAY, _LASTING_DECAY = 0.985, 0.998  # per round: about the last 60 of a row count, the last 500 of all
-_BELIEF, _LASTING_BELIEF = 8.0, 30.0  # rounds' worth: of a row in what is usual, of all in that asking just pays
-_FIRST_NAP, _SHORT_NAP, _LONGEST_NAP = 4, 8, 32
+_PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
+_TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
+_FIRST_NAP, _LONGEST_NAP = 4, 16
+_LONGEST_PAUSE = 64  # rounds of any rows in which no new one begins by asking
+_DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
 _READING = 1 / 32  # of the time that a row slept, what reading its prompt may take when it wakes
 _A_PROMPT = 2 * _LONGEST_NAP  # tokens: fewer were written in a nap, and are told out of a cold cache
 
@@ -22,37 +18,32 @@ _A_PROMPT = 2 * _LONGEST_NAP  # tokens: fewer were written in a nap, and are tol
 @dataclass(slots=True)
 class Habit:
     """What all rows of a decoder know of asking: its ``price`` (seconds a row and round; one slow round counts for
-    three times that at most), what drafters take to be told of a token of text (``reading``, seconds), what asking
-    ``saved`` in so many ``rounds`` (seconds; older ones count less, and each for those that were slept through before
-    it), and for how many rounds of any rows nobody has been asked (``idle``)."""
+    three times that at most), what drafters take to be told of a token of text (``reading``, seconds), the ``patience``
+    a new row begins with, less where rows before it gave up, and where there is none left to lose, the ``rest`` of a
+    ``pause``: rounds of any rows before a new one begins by asking."""
 
     price: float = 0.0
     reading: float = 0.0
-    saved: float = 0.0
-    rounds: float = 0.0
-    idle: int = 0
+    patience: int = _PATIENCE
+    pause: int = 0
+    rest: int = 0
 
-    @property
-    def usual(self) -> float:
-        """Seconds that asking a row saves in a round, as far as is known."""
-        return (self.saved + _LASTING_BELIEF * self.price) / (self.rounds + _LASTING_BELIEF)
+    def pays(self) -> None:
+        """What a row's drafters saved was worth asking for."""
+        self.patience, self.pause, self.rest = _PATIENCE, 0, 0
 
-    def pays(self, saved: float) -> bool:
-        """Whether a row is to be asked that saves so much in a round."""
-        return saved >= _HOPE * self.price
+    def give_up(self) -> None:
+        """A row's drafters went to sleep without having been worth it."""
+        if self.patience > _LEAST_PATIENCE:
+            self.patience = max(_LEAST_PATIENCE, self.patience // 2)
+        else:
+            self.pause = min(max(2 * self.pause, _LONGEST_NAP), _LONGEST_PAUSE)
+            self.rest = self.pause
 
-    def record(self, saved: float, spent: float, rounds: int) -> float:
-        """A row was asked, for the first time in so many of its ``rounds``: what that ``saved``, and took itself. (That
-        is no price of asking after a nap: drafters are told what was written meanwhile, out of a cold cache.) What
-        counts as saved."""
-        if rounds == 1 or not self.price:
-            price = _AND_AFTER * spent
-            latest = min(price, _OUTLIER * self.price) if self.price else price
-            self.price += (1.0 - _PRICE_DECAY if self.price else 1.0) * (latest - self.price)
-        counts, older = max(saved, -_WORST * self.price), _LASTING_DECAY**rounds
-        self.saved, self.rounds = older * self.saved + rounds * counts, older * self.rounds + rounds
-        self.idle = 0
-        return counts
+    def record(self, seconds: float) -> None:
+        """A row was asked in a round, and that took so long."""
+        latest = min(seconds, _OUTLIER * self.price) if self.price else seconds
+        self.price += (1.0 - _PRICE_DECAY if self.price else 1.0) * (latest - self.price)
 
     def read(self, tokens: int, seconds: float) -> None:
         """A row's drafters were told of so many ``tokens`` of its text, which took so long."""
@@ -64,18 +55,19 @@ class Habit:
 class Vigil:
     """Whether one row's free drafters are asked (to look, and be scored) or sleep: then they are not even told.
 
-    They are asked while that is thought to save half of its price and more: by what it saved this row, shrunk to what
-    is usual. Else they sleep for 4 rounds, are asked once, sleep for 8 and so on, up to 32 where asking usually does
-    not pay; there a row begins with the longest nap, too, less the rounds for which nobody has been asked.
+    What asking saved counts for about ten rounds. Once it is below the price for as many rounds in a row as there is
+    patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
+    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again. Where
+    one row after the other gave up, the next begins as after a nap, or asleep.
     """
 
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
+        paused = habit.pause > 0
+        self._sleep, self._nap = habit.rest + (habit.rest > 0), _LONGEST_NAP if paused else _FIRST_NAP
+        self._patience, self._wakes = 1 if paused else habit.patience, paused
+        self._hopes = True  # it has not given up, or was worth it since
         self._saved = self._asked = 0.0
-        self._sleep, self._nap, self._stands_for = 0, _FIRST_NAP, 1  # the next that is asked, for so many rounds
-        if not habit.pays(habit.usual):
-            self._nap = _LONGEST_NAP
-            self._fall_asleep(_LONGEST_NAP - habit.idle)
 
     @property
     def awake(self) -> bool:
@@ -90,27 +82,35 @@ class Vigil:
     def tick(self) -> None:
         """A round begins."""
         self._sleep = max(0, self._sleep - 1)
-        self._habit.idle += 1
+        if self._sleep:
+            self._habit.rest = max(0, self._habit.rest - 1)
 
     def put_off(self, rounds: float) -> None:
         """What they have to be told when they wake takes as long as so many ``rounds``: if they sleep, then until that
         is little beside what was written meanwhile."""
         if self._sleep:
-            self._fall_asleep(max(self._sleep, math.ceil(rounds / _READING)) - 1)
+            self._sleep = max(self._sleep, math.ceil(rounds / _READING))
 
-    def settle(self, saved: float, spent: float) -> None:
+    def settle(self, saved: float, spent: float, *, chosen: bool) -> None:
         """A round in which they were asked is over: the seconds it ``saved`` (below 0 where a guess was chosen and
-        failed), and those that asking took."""
-        habit = self._habit
-        counts = habit.record(saved, spent, self._stands_for)
-        self._saved, self._asked, self._stands_for = _DECAY * self._saved + counts, _DECAY * self._asked + 1.0, 1
-        if habit.pays((_BELIEF * habit.usual + self._saved) / (_BELIEF + self._asked)):
-            self._nap = _FIRST_NAP
+        failed), those that asking took, and whether it was their guess that was verified."""
+        self._habit.record(spent)
+        self._saved, self._asked = _DECAY * self._saved + saved, _DECAY * self._asked + 1.0
+        if self._saved > self._habit.price * self._asked:
+            self._patience, self._nap, self._hopes = _PATIENCE, _FIRST_NAP, True
+            self._habit.pays()
+        elif self._wakes and chosen:
+            self._patience = _TRIAL
         else:
-            longest = _SHORT_NAP if habit.pays(habit.usual) else _LONGEST_NAP
-            self._fall_asleep(min(self._nap, longest))
-            self._nap = min(2 * self._nap, longest)
+            self._patience -= 1
+        self._wakes = False
+        if self._patience <= 0:
+            self._rest()
 
-    def _fall_asleep(self, rounds: int) -> None:
-        self._sleep = rounds + 1 if rounds > 0 else 0
-        self._stands_for = max(1, self._sleep)
+    def _rest(self) -> None:
+        if self._hopes:
+            self._hopes = False
+            self._habit.give_up()
+        self._sleep, self._nap = self._nap + 1, min(2 * self._nap, _LONGEST_NAP)
+        self._patience, self._wakes = 1, True
+        self._saved = self._asked = 0.0

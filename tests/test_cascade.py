@@ -15,7 +15,7 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import joint, vigil
+from leadout.runtime import joint
 from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
@@ -232,7 +232,6 @@ def test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone(draft, r
 def test_the_draft_model_s_cache_is_right_after_rounds_it_had_no_part_in(monkeypatch):
     """Its twin as the target accepts all it ever drafts: between free rounds, in rows that move, after each other."""
     monkeypatch.setattr(decoder_module, "Costs", lambda: FixedCosts(per_draft=0.35))
-    monkeypatch.setattr(vigil, "_AND_AFTER", 0.0)  # who costs nothing never sleeps
     law = mixed_law(table_law(9, order=1, sharpness=4.0), table_law(9, seed=1, sharpness=4.0), 0.3)
     target, twin = (ToyEngine(law, 9, max_context=256) for _ in range(2))  # it repeats, yet depends on the whole text
     lengths = (90, 20, 60, 35, 120)

@@ -75,12 +75,9 @@ def start_up_is_measured(monkeypatch):
 
 def asking_pays_or_sleeps(monkeypatch):
     test_vigil.test_what_does_not_pay_is_asked_ever_more_rarely()
-    test_vigil.test_a_row_is_given_up_sooner_than_all_of_its_kind()
-    test_vigil.test_it_is_forgotten_again_when_they_are_worth_it()
-    test_vigil.test_a_failed_guess_counts_for_three_prices_whatever_it_lost()
-    test_vigil.test_rows_begin_asleep_where_asking_never_paid_and_one_of_them_is_asked_now_and_then()
-    test_vigil.test_a_round_stands_for_those_that_were_slept_through()
-    test_vigil.test_the_price_is_learnt_of_rounds_awake_and_one_slow_round_is_not_it()
+    test_vigil.test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_price()
+    test_vigil.test_short_rows_in_which_it_never_pays_share_their_breaks()
+    test_vigil.test_a_long_row_naps_no_longer_than_it_did()
     test_vigil.test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked()
     test_vigil.test_a_row_that_begins_asleep_wakes_when_its_prompt_is_little_beside_what_it_wrote()
     test_vigil.test_what_reading_takes_is_learnt_from_prompts()
@@ -224,31 +221,23 @@ MUTANTS = [
         "None",
     ),
     Mutant("verification is free", prices.Prices, "steps", "steps[width] for width", "steps[2] for width"),
-    Mutant("they never sleep", vigil.Vigil, "_fall_asleep", "rounds + 1 if", "0 if"),
+    Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
     Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),
     Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
     Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
-    Mutant("all rows begin by asking", vigil.Vigil, "__init__", "if not habit.pays(habit.usual)", "if False"),
-    Mutant("nobody knows who was asked last", vigil.Vigil, "__init__", "- habit.idle", ""),
-    Mutant("every round is one since somebody was asked", vigil.Vigil, "tick", "+= 1", "+= 0"),
-    Mutant("to be asked is nothing to the next row", vigil.Habit, "record", "self.idle = 0", "pass"),
-    Mutant("all rows are alike", vigil.Vigil, "settle", "_BELIEF * habit.usual + self._saved", "_BELIEF * habit.usual"),
-    Mutant("no row is like others", vigil.Vigil, "settle", "_BELIEF * habit.usual + self._saved", "self._saved"),
-    Mutant("a round stands for itself", vigil.Vigil, "_fall_asleep", "max(1, self._sleep)", "1"),
-    Mutant("rounds awake stand for the nap, too", vigil.Vigil, "settle", "+ 1.0, 1", "+ 1.0, self._stands_for"),
-    Mutant("what a nap made dear is the price", vigil.Habit, "record", "rounds == 1 or", "True or"),
-    Mutant("half of the price is not enough", vigil.Habit, "pays", "_HOPE * self.price", "self.price"),
-    Mutant("nothing follows from asking", vigil.Habit, "record", "_AND_AFTER * spent", "spent"),
-    Mutant("naps are long where asking pays", vigil.Vigil, "settle", "_SHORT_NAP if", "_LONGEST_NAP if"),
+    Mutant("all rows begin by asking", vigil.Vigil, "__init__", "habit.rest + (habit.rest > 0)", "0"),
+    Mutant("a break never ends", vigil.Vigil, "tick", "self._habit.rest - 1", "self._habit.rest"),
+    Mutant("every nap is a row that gave up", vigil.Vigil, "_rest", "if self._hopes", "if True"),
+    Mutant("who was worth it is not asked", vigil.Habit, "pays", "_PATIENCE, 0, 0", "_PATIENCE, self.pause, self.rest"),
+    Mutant("breaks stay short", vigil.Habit, "give_up", "2 * self.pause", "self.pause"),
     Mutant("who sleeps reads the prompt", cascade.Cascade, "begin", "if self._vigil.awake", "if True"),
     Mutant("who sleeps wakes whatever it has to read", vigil.Vigil, "put_off", "rounds / _READING", "0 * rounds"),
     Mutant("who sleeps wakes when that takes all it wrote", vigil.Vigil, "put_off", "/ _READING", ""),
     Mutant("what reading takes is never learnt", vigil.Habit, "read", "tokens >= _A_PROMPT", "False"),
-    Mutant("naps stay short", vigil.Vigil, "settle", "2 * self._nap", "self._nap"),
-    Mutant("a guess that failed saved time", vigil.Habit, "record", "max(saved,", "max(abs(saved),"),
-    Mutant("it lost what it lost", vigil.Habit, "record", "max(saved, -_WORST * self.price)", "saved"),
+    Mutant("naps stay short", vigil.Vigil, "_rest", "2 * self._nap", "self._nap"),
+    Mutant("a guess that failed saved time", vigil.Vigil, "settle", "+ saved,", "+ abs(saved),"),
     Mutant("asking is free", vigil.Habit, "record", "(latest - self.price)", "0.0"),
-    Mutant("one slow round is the price", vigil.Habit, "record", "min(price, _OUTLIER * self.price)", "price"),
+    Mutant("one slow round is the price", vigil.Habit, "record", "min(seconds, _OUTLIER * self.price)", "seconds"),
     Mutant("what they slept through is lost", cascade.Cascade, "_catch_up", "self._known - 1", "len(tokens) - 1"),
     Mutant(
         "siblings sleep too",

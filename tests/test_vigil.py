@@ -19,86 +19,71 @@ from leadout.runtime.verify import happened
 from leadout.runtime.vigil import Habit, Vigil
 
 
-def asked(vigil, saved, rounds, spent=1 / 3):
-    """In which rounds a row's drafters are asked when asking always saves and takes so much: of the price, 1."""
+def asked(vigil, saved, rounds, spent=1.0, chosen=False):
+    """In which rounds a row's drafters are asked when asking always saves and takes so much."""
     found = []
     for i in range(rounds):
         vigil.tick()
         if vigil.awake:
             found.append(i)
-            vigil.settle(saved, spent)
+            vigil.settle(saved, spent, chosen=chosen)
     return found
 
 
-def dull():
-    """What is known where asking never saved anything."""
-    habit = Habit()
-    asked(Vigil(habit), 0.0, 400)
-    return habit
-
-
 def test_what_does_not_pay_is_asked_ever_more_rarely():
-    found = asked(Vigil(Habit()), 0.0, 150)
-    assert found == [*range(6), 10, 19, 28, 37, 46, 63, 96, 129], "32 rounds apart once it is known of all rows"
-    assert asked(Vigil(Habit()), 0.4, 400)[-3:] == [305, 338, 371], "less than half of the price"
-    assert asked(Vigil(Habit()), 0.6, 200) == list(range(200)), "more than that"
-
-
-def test_a_row_is_given_up_sooner_than_all_of_its_kind():
-    habit = Habit()
-    asked(Vigil(habit), 2.0, 200)
-    found = asked(Vigil(habit), 0.0, 60)
-    assert found[:20] == list(range(20)) and max(np.diff(found)) == 9, "it naps, but not for long"
-    assert habit.pays(habit.usual) and asked(Vigil(habit), 0.0, 1) == [0], "the next begins awake"
+    assert asked(Vigil(Habit()), 0.0, 90) == [*range(16), 20, 29, 46, 63, 80]
+    assert asked(Vigil(Habit()), 0.9, 20) == list(range(16)), "less than it takes"
+    assert asked(Vigil(Habit()), -5.0, 20) == list(range(16)), "guesses that fail"
+    assert asked(Vigil(Habit()), 1.1, 200) == list(range(200)), "more than it takes"
 
 
 def test_it_is_forgotten_again_when_they_are_worth_it():
     vigil = Vigil(Habit())
     asked(vigil, 0.0, 100)
-    woken = asked(vigil, 10.0, 60)
-    assert woken == list(range(woken[0], 60)), "once awake they stay"
-    later = np.diff(asked(vigil, 0.0, 400))
-    assert later[later > 1].tolist()[:2] == [5, 9], "naps begin anew"
+    woken = asked(vigil, 2.0, 60)
+    assert woken[0] < 16 and woken == list(range(woken[0], 60)), "once awake they stay"
+    later = asked(vigil, 0.0, 90)
+    gaps = np.diff(later)
+    assert gaps[gaps > 1].tolist()[:2] == [5, 9], "naps begin anew, and so does patience"
+    assert (gaps == 1).sum() >= 16
 
 
-def test_a_failed_guess_counts_for_three_prices_whatever_it_lost():
-    small, large = Habit(), Habit()
-    assert asked(Vigil(small), -3.0, 60) == asked(Vigil(large), -1000.0, 60)
-    assert small.saved == large.saved < 0.0
+def test_a_guess_that_is_chosen_after_a_nap_gets_rounds_to_prove_itself():
+    quiet, chosen = Vigil(Habit()), Vigil(Habit())
+    assert asked(quiet, 0.0, 21)[-1] == 20 and asked(chosen, 0.0, 21, chosen=True)[-1] == 20
+    assert not asked(quiet, 0.0, 4) and asked(chosen, 0.0, 4, chosen=True) == [0, 1, 2, 3]
 
 
-def test_rows_begin_asleep_where_asking_never_paid_and_one_of_them_is_asked_now_and_then():
-    habit = dull()
-    habit.idle = 0
-    found = [len(asked(Vigil(habit), 0.0, 20)) for _ in range(30)]
-    assert max(found) == 1 and 8 <= sum(found) <= 20, "most in which nobody is asked"
-    habit = dull()
-    habit.idle = 0
-    woken = asked(Vigil(habit), 10.0, 200)
-    assert woken == list(range(32, 200)) and asked(Vigil(habit), 10.0, 3) == [0, 1, 2], "reversible"
-
-
-def test_a_round_stands_for_those_that_were_slept_through():
-    """Else those in which a row is worth asking, and therefore asked, would speak for all."""
-    habit = Habit(price=1.0)
-    habit.record(0.0, 1 / 3, 33)
-    assert habit.rounds == 33.0
-    habit.record(1.0, 1 / 3, 1)
-    assert habit.saved == 1.0 and habit.rounds == pytest.approx(34.0, abs=0.1)
+def test_rows_learn_patience_from_those_before_and_one_slow_round_is_not_the_price():
     habit = Habit()
-    vigil = Vigil(habit)
-    asked(vigil, 0.0, 11), asked(vigil, 10.0, 39)
-    assert habit.rounds == pytest.approx(50.0, rel=0.1), "asleep or awake"
-
-
-def test_the_price_is_learnt_of_rounds_awake_and_one_slow_round_is_not_it():
-    habit = Habit()
-    habit.record(0.0, 1 / 3, 1)
-    assert habit.price == pytest.approx(1.0), "what follows from asking takes twice as long as that"
-    habit.record(0.0, 1000.0, 1)
+    lengths = []
+    for _ in range(4):
+        vigil = Vigil(habit)
+        lengths.append(len(asked(vigil, 0.0, 17)))
+    assert lengths[0] == 16 and lengths[1] < 16 and habit.patience == 4
+    asked(Vigil(habit), 2.0, 40)
+    assert habit.patience == 16, "reversible"
+    habit.record(1000.0)
     assert habit.price == pytest.approx(1.1)
-    habit.record(0.0, 1000.0, 9)
-    assert habit.price == pytest.approx(1.1), "it caught up"
+
+
+def test_short_rows_in_which_it_never_pays_share_their_breaks():
+    habit = Habit()
+    asked_in = [asked(Vigil(habit), 0.0, 18) for _ in range(40)]
+    assert [len(each) for each in asked_in[:3]] == [16, 8 + 1, 4 + 2] and 4 <= sum(map(len, asked_in[20:])) <= 12
+    assert habit.pause == 64 and any(not each for each in asked_in[20:]), "a row in which nobody is asked"
+    woken = asked(Vigil(habit), 2.0, 90)
+    assert len(woken) >= 20 and woken == list(range(woken[0], 90)) and habit.pause == 0
+    assert asked(Vigil(habit), 2.0, 3) == [0, 1, 2], "the next begins awake"
+
+
+def test_a_long_row_naps_no_longer_than_it_did():
+    habit = Habit()
+    asked(Vigil(habit), 0.0, 400)
+    assert habit.pause == 0 and habit.patience == 8, "it gave up once"
+    for _ in range(9):
+        asked(Vigil(habit), 0.0, 40)
+    assert max(np.diff(asked(Vigil(habit), 0.0, 400))) == 17
 
 
 def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
@@ -108,7 +93,7 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
     listener.take = lambda tokens: heard.append(len(tokens))
     chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
     habit = chooser._experience.habit
-    habit.price, habit.rounds, habit.idle = 1.0, 100.0, 29
+    habit.pause = habit.rest = 3
     chooser._vigil, text = Vigil(habit), [1, 2, 3]
     chooser.begin(text)
     for _ in range(4):
@@ -127,7 +112,7 @@ def test_a_row_that_begins_asleep_wakes_when_its_prompt_is_little_beside_what_it
         chooser, _ = cascade([7], costs=FixedCosts(per_token=0.2))
         chooser._pace.prices.without_model = lambda rows: [0.1] * 64
         habit = chooser._experience.habit
-        habit.price, habit.rounds, habit.idle = 1.0, 100.0, 29
+        habit.pause = habit.rest = 3
         habit.reading = reading
         chooser._vigil, text = Vigil(habit), list(range(20))
         chooser.begin(text)
@@ -154,8 +139,8 @@ def test_what_reading_takes_is_learnt_from_prompts():
     awake.put_off(100.0)
     assert awake.awake, "who is awake is not put to sleep"
     chooser, _ = cascade([7])
-    chooser.begin(list(range(80)))
-    assert chooser._experience.habit.reading > 0.0 and chooser._known == 80
+    chooser.begin(list(range(40)))
+    assert chooser._experience.habit.reading > 0.0 and chooser._known == 40
 
 
 def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one():
@@ -163,15 +148,15 @@ def test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one(
     choose(chooser, 8, 0)
     assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4)
     assert chooser._savings([2], 1) == pytest.approx(-0.4)
-    assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.4), "three rows wait"
-    assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.8 * 2.0 / 4 - 0.1)
+    assert chooser._savings([2, 0, 0, 0], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.4), "three rows wait"
+    assert chooser._savings([2, 2, 2, 2], 3) == pytest.approx(0.5 * 2.0 / 4 - 0.1)
     chooser._choice.otherwise = 2.0
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4), (
         "another drafter would have made two a second"
     )
     chooser._pace.prices.missed = lambda rows, written: 0.1 * (written - 1)
     assert chooser._savings([2], 3) == pytest.approx(3 / 2.0 - 1.0 - 0.4 - 0.2), "and lacks two tokens now"
-    assert chooser._savings([2, 0], 3) == pytest.approx(0.8 * 0.5 / 2 - 0.4 - 0.1), "shared"
+    assert chooser._savings([2, 0], 3) == pytest.approx(0.5 * 0.5 / 2 - 0.4 - 0.1), "shared"
     chooser._choice.otherwise = 0.0
     assert chooser._savings([2], 3) == pytest.approx(2.0 - 0.4), "nobody would have read them"
 
@@ -194,8 +179,7 @@ def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
         chooser.observe([text[-1]], [len(text) + 1], np.zeros((1, 50), np.float32))
         text.append(len(text) + 1)
         chooser.take(text)
-    naps = [i for i, told in enumerate(heard) if not told]
-    assert naps and naps[0] > 3 and heard[naps[0] :].count(True) >= 2, "told when asked"
+    assert heard[:17] == [True] * 17 and [i for i in range(17, 30) if heard[i]] == [20, 21, 29], "told when asked"
     learned = chooser._commons.successors
     assert all(learned.get(token) == (token + 1, 1) for token in range(1, 29)), "once each, awake or asleep"
 
