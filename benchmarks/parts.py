@@ -21,9 +21,9 @@ from unittest.mock import patch
 from devices import SEED, priced
 
 import leadout
-from leadout.runtime import admission
+from leadout.runtime import admission, costs, prices
 from leadout.runtime.bill import Bill
-from leadout.runtime.cascade import Commons
+from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
 from leadout.runtime.coverage import Coverage
 from leadout.runtime.decoder import Decoder
@@ -31,11 +31,12 @@ from leadout.runtime.easiness import Easiness
 from leadout.runtime.free import Discount
 from leadout.runtime.policy import Pace
 from leadout.runtime.rounds import Round
-from leadout.runtime.settings import MAX_DRAFT_LENGTH
+from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from leadout.runtime.suffix import EarlierTexts
 from leadout.runtime.vigil import Vigil
 
 DRAFTERS, FIRST = Commons.drafters, Coverage.first_length
+FLAT = [1.0] * (MAX_GUESS_LENGTH + 2)
 
 
 def with_recycling(commons: Commons, kind: str, family: Any = None, **how: Any) -> list[Any]:
@@ -54,8 +55,8 @@ def whatever_seems_best(coverage: Coverage, limit: int, rows: int = 1, narrowest
     return FIRST(coverage, limit, rows, narrowest)
 
 
-def as_any_step(costs: Costs, rows: int, width: int, past: int = 0) -> float | None:
-    steps = costs.target(rows, past)
+def as_any_step(known: Costs, rows: int, width: int, past: int = 0) -> float | None:
+    steps = known.target(rows, past)
     return None if steps is None else steps[width]
 
 
@@ -78,6 +79,8 @@ CHANGES: dict[str, dict[tuple[Any, str], Any]] = {
         (Costs, "plain"): as_any_step,
         (Coverage, "lacks_plain"): lambda self, rows: False,
     },
+    "measurements do not wait for guesses": {(Cascade, "_waits"): lambda self, this, length, promised: False},
+    "unknown steps take as long as any": {(costs, "UNKNOWN"): FLAT, (prices, "UNKNOWN"): FLAT},
     "all lengths are measured at first": {(Coverage, "first_length"): whatever_seems_best},
     "texts that repeat are as others": {(admission, "repeats"): lambda prompt: False},
     "nothing of earlier texts": {(Commons, "drafters"): without_earlier_texts},

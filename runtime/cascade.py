@@ -230,6 +230,8 @@ class Cascade:
                 each.look(tokens, longest, floor)
             choice.best = best = self._best_guess(this.rows, whole=wanted is not None)
             speed = best.speed
+            if length and self._waits(this, length, best.promised):
+                length = 0
             if length and promised != math.inf and self._fixed is None:
                 length, promised = self._where_it_is_as_easy(this, best.promised, length, min(limit, model_limit))
             if length and settles and this.rows == 1 and (unaided := self._experience.unaided) is not None:
@@ -312,17 +314,14 @@ class Cascade:
             self._commons.pool.add(tokens)
 
     def _wanted(self, limit: int, rows: int) -> int | None:
-        """The one length that matters: a fixed one, or what the start-up measurement asks for (of a row with a model
-        only if that is a step without any draft)."""
+        """The one length that matters: a fixed one, or none at all where a plain step is to be measured. (How long
+        other steps take, those that pay will show.)"""
         if self._fixed is not None:
             return self._fixed
-        if self._model is None:
-            return self._pace.survey.first_length(limit, rows)
         return 0 if self._pace.survey.wants_plain(limit, rows) else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> Best:
-        """``whole``: no cut, and a guess of any worth before none. While nothing is measured, every step takes a
-        second."""
+        """``whole``: no cut, and a guess of any worth before none."""
         seconds, factor = self._pace.prices.without_model(rows), self._discount.factor
         plan, plain, promised = NOBODY, seconds[0], 1.0
         best, survivals = 0.0 if whole else 1.0 / plain, list[float]()
@@ -354,6 +353,14 @@ class Cascade:
             length = min(self._fixed, limit)
             return length, self._model.speed(length, this.rows)
         return allotted, math.inf if this.explores else self._model.speed(allotted, this.rows)
+
+    def _waits(self, this: Round, length: int, promised: float) -> bool:
+        """Whether a draft that is only to be measured can be later: the best guess promises more tokens than it is
+        expected to bring. What is measured serves all texts, and the first one should not pay for it where it repeats
+        itself. (Rows of a batch would each wait for the others.)"""
+        assert self._model is not None
+        expected = self._model.tokens[min(length, self._model.reach)]
+        return this.why == "measured" and self._fixed is None and this.rows == 1 and promised > expected
 
     def _where_it_is_as_easy(self, this: Round, promised: float, allotted: int, limit: int) -> tuple[int, float]:
         """``_from_model`` where the best guess promises so many tokens; in a batch the length is for all rows."""

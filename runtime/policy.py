@@ -341,7 +341,7 @@ class AutoLength:
         return len(self.tokens) - 1
 
     def speed(self, length: int, rows: int) -> float:
-        """Expected tokens per expected second with drafts of ``length`` (tokens a round while nothing is measured)."""
+        """Expected tokens per expected second with drafts of ``length``."""
         prices, tokens = self._pace.prices, self.tokens[min(length, len(self.tokens) - 1)]
         return tokens / (prices.with_model(rows)[length] + prices.again(rows, tokens))
 

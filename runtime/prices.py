@@ -3,7 +3,7 @@ several rounds at once, for that takes its time and costs change slowly."""
 
 from __future__ import annotations
 
-from .costs import Costs
+from .costs import UNKNOWN, Costs
 from .settings import MAX_GUESS_LENGTH
 
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
@@ -11,10 +11,10 @@ _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something el
 
 
 class Prices:
-    """Expected seconds of rounds, by how many rows share the step; one each while nothing is measured. ``past`` is the
-    mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ in it),
-    ``reading`` what the draft model takes for a token of a prompt, 0 while it read none, and ``rereads`` whether it
-    reads again what is accepted of its drafts."""
+    """Expected seconds of rounds, by how many rows share the step; as ``UNKNOWN`` says while nothing is measured.
+    ``past`` is the mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ
+    in it), ``reading`` what the draft model takes for a token of a prompt, 0 while it read none, and ``rereads``
+    whether it reads again what is accepted of its drafts."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         self.costs, self.narrowest, self.past = costs, narrowest, 0
@@ -38,7 +38,7 @@ class Prices:
     def steps(self, rows: int) -> list[float]:
         """Of the target's step that verifies 0..63 drafts."""
         if (known := self._steps.get(rows)) is None:
-            steps = self.costs.target(rows, self.past) or [1.0] * (MAX_GUESS_LENGTH + 2)
+            steps = self.costs.target(rows, self.past) or UNKNOWN
             widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
             known = self._steps[rows] = [steps[width] for width in widths]
         return known

@@ -167,7 +167,7 @@ def test_parts_are_taken_away_one_at_a_time_and_put_back(root: Path, tiny_bundle
         subprocess.run([*command, *options], check=True, capture_output=True, text=True)
         reports.append(json.loads(out.read_text(encoding="utf-8"))["rates"])
     assert reports[0] == reports[1] != reports[2], "priced: the same every time"
-    assert len(reports[0]) == 13 and len(set(reports[0].values())) > 3, "most parts do something"
+    assert len(reports[0]) == 15 and len(set(reports[0].values())) > 3, "most parts do something"
 
 
 @pytest.mark.slow
@@ -179,4 +179,4 @@ def test_known_edits_are_written_sooner_by_who_knows_of_changes(root: Path) -> N
     found = {line[:24].strip(): line[24:].split() for line in lines}
     assert {row[0] for row in found.values()} == {"8"}
     assert float(found["names numbered"][4]) > 1.3
-    assert all(float(row[4]) > 0.97 for row in found.values()) and float(found["nothing"][4]) <= 1.01
+    assert all(float(row[4]) > 0.95 for row in found.values()) and float(found["nothing"][4]) <= 1.01

@@ -70,7 +70,7 @@ def choices_are_the_best(monkeypatch):
 
 def start_up_is_measured(monkeypatch):
     for model in (True, False):
-        test_cascade.test_the_start_up_measurement_is_made_by_whoever_there_is(model)
+        test_cascade.test_the_start_up_measurement_is_the_draft_model_s(model)
 
 
 def asking_pays_or_sleeps(monkeypatch):
@@ -213,13 +213,6 @@ MUTANTS = [
     Mutant("the model beyond its room", cascade.Cascade, "choose", "min(limit, model_limit)", "limit"),
     Mutant("no try after a rest", cascade.Cascade, "_from_model", "this.explores", "False"),
     Mutant("what does not pay by itself is a try", cascade.Cascade, "_from_model", "this.explores", "True"),
-    Mutant(
-        "the start-up is not measured",
-        cascade.Cascade,
-        "_wanted",
-        "self._pace.survey.first_length(limit, rows)",
-        "None",
-    ),
     Mutant("verification is free", prices.Prices, "steps", "steps[width] for width", "steps[2] for width"),
     Mutant("they never sleep", vigil.Vigil, "_rest", "self._nap + 1", "0"),
     Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),

@@ -6,13 +6,16 @@ import math
 
 import pytest
 from support_runtime import FixedCosts, collect, toy_pair
+from test_cascade import cascade, choose
 from test_mutants import Mutant, must_die
 from test_policy import next_round
 
 from leadout.runtime import costs, coverage, drafters, policy, prices, typical
+from leadout.runtime.cascade import Cascade
 from leadout.runtime.costs import Costs, Step
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 from leadout.runtime.verify import happened
 
@@ -50,6 +53,52 @@ def all_is_measured_where_nobody_says_what_is_best():
         lengths.append(length)
         table.record_target(1, length + 1, 1.0)
     assert lengths == [0, 0, 2, 2, 1, 1, 3, 3]
+
+
+def what_is_only_measured_waits_while_a_guess_promises_more():
+    """A draft of four is to be measured, and expected to bring 1 + 0.7 + ... + 0.7**4 = 2.8 tokens."""
+    for rate, by in ((0.9, "fixed"), (0.4, "model")):
+        chooser, _ = cascade(range(16), costs=Costs(), model=True, rate=rate)
+        assert choose(chooser, 16, 16).by == by
+        assert chooser._choice.this.why == "measured" and chooser._choice.this.length == 4
+
+
+def what_is_fixed_or_shared_does_not_wait():
+    fixed, _ = cascade(range(16), costs=Costs(), model=True, rate=0.9, length=4)
+    assert fixed._waits(Round(length=4, why="measured"), 4, 9.0) is False
+    chooser, model = cascade(range(16), costs=Costs(), model=True, rate=0.9)
+    this = chooser._pace.tick(2)
+    allotted = chooser._pace.lengths(this, [model, model], [16, 16])[0]
+    assert this.why == "measured" and chooser.choose(this, [1], 16, 16, allotted).by == "model"
+
+
+def what_promises_more_a_second_does_not_wait():
+    """The guess promises more tokens, the draft model more of them a second."""
+    chooser, model = cascade(range(16), costs=FixedCosts(per_draft=0.01, per_token=0.5), model=True, rate=0.9)
+    model.tokens = [1.0, 1.95, 2.85, 3.7]
+    assert choose(chooser, 16, 16).by == "model" and chooser._choice.best.promised > 3.7
+
+
+def free_drafters_alone_guess_as_far_as_it_pays():
+    """Nothing but a plain step is measured for its own sake where there is no draft model."""
+    sure, unsure = (choose(cascade(range(16), costs=Costs(), rate=rate)[0], 16, 0) for rate in (0.9, 0.02))
+    assert len(sure.tokens) == 10 and not sure.whole, "argmax of (1 + 0.9 + ... + 0.9**n) / (1 + 0.1 n)"
+    assert not unsure.tokens
+
+
+def a_plain_step_is_measured_whoever_could_guess():
+    chooser, _ = cascade(range(16), costs=Costs(), rate=0.9)
+    chooser._pace.survey.unclear = True
+    assert choose(chooser, 16, 0).by == "none" and not chooser.asks
+
+
+def one_width_says_roughly_what_the_others_take():
+    """Else a step of 64 would seem to take as long as one of five."""
+    table = Costs()
+    table.record_target(1, 5, 1.4)
+    assert [table.target(1)[width] for width in (1, 5, 17)] == pytest.approx([1.0, 1.4, 2.6])
+    table.record_target(1, 1, 1.3)
+    assert table.target(1)[17] == pytest.approx(1.7), "what was measured counts as soon as there is a line"
 
 
 def one_measurement_renews_what_a_plain_step_takes():
@@ -115,6 +164,12 @@ CHECKS = [
     only_what_may_be_the_best_is_measured,
     a_batch_asks_for_less,
     all_is_measured_where_nobody_says_what_is_best,
+    what_is_only_measured_waits_while_a_guess_promises_more,
+    what_is_fixed_or_shared_does_not_wait,
+    what_promises_more_a_second_does_not_wait,
+    free_drafters_alone_guess_as_far_as_it_pays,
+    a_plain_step_is_measured_whoever_could_guess,
+    one_width_says_roughly_what_the_others_take,
     one_measurement_renews_what_a_plain_step_takes,
     one_measurement_is_enough_to_learn_that_a_width_is_fast_now,
     what_was_missed_has_a_price_before_it_was_measured,
@@ -126,6 +181,19 @@ MUTANTS = [
     Mutant("one length says it all", C, "first_length", ">= _ROUGHLY", ">= 1"),
     Mutant("the nearest length is the first", C, "first_length", "abs(length - seems)", "length"),
     Mutant("what is known is measured again", C, "first_length", "[near] if near in lacking else []", "[near]"),
+    Mutant("a measurement before a good guess", Cascade, "_waits", "promised > expected", "False"),
+    Mutant("a measurement waits for any guess", Cascade, "_waits", "promised > expected", "True"),
+    Mutant("all that is drafted waits", Cascade, "_waits", 'this.why == "measured"', "True"),
+    Mutant("a fixed length waits", Cascade, "_waits", "self._fixed is None", "True"),
+    Mutant("rows of a batch wait for each other", Cascade, "_waits", "this.rows == 1", "True"),
+    Mutant(
+        "plain steps are measured some other time",
+        Cascade,
+        "_wanted",
+        "self._pace.survey.wants_plain(limit, rows)",
+        "False",
+    ),
+    Mutant("one width says that all take the same", costs.Costs, "target", "len(known) == 1", "False"),
     Mutant("what was long ago outvotes what is", typical.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
     Mutant("one bad moment ends all drafting", costs.Costs, "record_target", "even=plain", "even=False"),
     Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),

@@ -133,8 +133,9 @@ def a_draft_s_first_step_is_dearer():
     assert table.drafts(1)[:10] == pytest.approx(expected)
     assert table.draft(1) == pytest.approx(expected[4] / 4)
     assert Costs().drafts(1) == [0.0] * 64
-    seconds = Pace(table).prices.with_model(1)
-    assert seconds[3] - seconds[2] == pytest.approx(MORE)
+    prices = Pace(table).prices
+    two, three = (prices.with_model(1)[length] - prices.without_model(1)[length] for length in (2, 3))
+    assert three - two == pytest.approx(MORE)
 
 
 def a_longer_context_begins_as_a_shorter_one_is_known():
