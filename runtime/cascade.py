@@ -359,8 +359,8 @@ class Cascade:
         expected to bring. What is measured serves all texts, and the first one should not pay for it where it repeats
         itself. (Rows of a batch would each wait for the others.)"""
         assert self._model is not None
-        expected = self._model.tokens[min(length, self._model.reach)]
-        return this.why == "measured" and self._fixed is None and this.rows == 1 and promised > expected
+        measures = this.why == "measured" and self._fixed is None and this.rows == 1
+        return measures and promised > self._model.tokens[min(length, self._model.reach)]
 
     def _where_it_is_as_easy(self, this: Round, promised: float, allotted: int, limit: int) -> tuple[int, float]:
         """``_from_model`` where the best guess promises so many tokens; in a batch the length is for all rows."""

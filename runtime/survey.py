@@ -26,7 +26,7 @@ class Survey:
         if fresh or any(self._plain.values()):
             self._plain.clear()
 
-    def first_length(self, limit: int, rows: int, best: Callable[[], int] | None = None) -> int | None:
+    def first_length(self, limit: int, rows: int, best: Callable[[], int]) -> int | None:
         """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
         known to say whether drafting pays. ``best`` as for ``Coverage.first_length``."""
         place = min(limit, LONGEST_FIRST), rows

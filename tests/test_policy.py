@@ -192,9 +192,7 @@ def test_a_round_pays_its_host_and_its_padding():
     table.record_host(1, 0.25)
     assert Pace(table).prices.with_model(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
     nothing = Pace(Costs()).prices.with_model(1)
-    assert len(nothing) == MAX_GUESS_LENGTH + 1 and nothing[:3] == pytest.approx([1.0, 1.1, 1.2]), (
-        "a wider one is longer"
-    )
+    assert len(nothing) == MAX_GUESS_LENGTH + 1 and nothing[:3] == pytest.approx([1.0, 1.1, 1.2])
 
 
 def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
