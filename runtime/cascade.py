@@ -13,7 +13,7 @@ from .easiness import Easiness
 from .edits import EditedCopy
 from .family import Family
 from .forced import ForcedDrafter
-from .free import Calibrated, Calibration, Discount, FreeDrafter, NgramDrafter, corrected
+from .free import Calibrated, FreeDrafter, NgramDrafter, Record, corrected
 from .gain import BY_GUESSES, pays, worth
 from .grammar import Grammar
 from .joint import NOBODY, Plan, beside
@@ -38,15 +38,14 @@ class Experience:
     """What rounds showed of the free drafters: how good their guesses were, whether asking pays, and how good the draft
     model was beside them."""
 
-    records: dict[str, Calibration] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
     easiness: Easiness = field(default_factory=Easiness)
     unaided: Unaided | None = None
-    discount: Discount = field(default_factory=Discount)
 
     def calibrated(self, drafter: FreeDrafter) -> Calibrated:
         """``drafter`` of one row, with what is known of its like."""
-        return Calibrated(drafter, self.records.setdefault(type(drafter).__name__, Calibration(drafter.prior)))
+        return Calibrated(drafter, self.records.setdefault(type(drafter).__name__, Record(drafter.prior)))
 
 
 @dataclass(slots=True)
@@ -87,12 +86,12 @@ class Commons:
 
 class Best(NamedTuple):
     """The best guess of a round: the ``plan`` to verify it, cut where it is worth most (nobody's where none pays), the
-    tokens a second and, uncut, the tokens that promises; and the survivals of the guess."""
+    tokens a second and, uncut, the tokens that promises; and whose guess it is."""
 
     plan: Plan = NOBODY
     speed: float = 0.0
     promised: float = 1.0
-    survivals: Sequence[float] = ()
+    by: Calibrated | None = None
 
 
 _NO_GUESS = Best()
@@ -146,7 +145,6 @@ class Cascade:
         self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
         self._vigil = Vigil(experience.habit)
-        self._discount = Discount(experience.discount)
         self._known = 0  # tokens of the text that all free drafters know
         self._choice = Choice(Round())
 
@@ -260,7 +258,7 @@ class Cascade:
         started = perf_counter()
         for each in self._drafters:
             each.score(new)
-        self._settle_promises(choice.best, new)
+            each.settle(len(choice.best.plan.tokens) if each is choice.best.by else 0, new)
         if choice.plan.by == "model":
             self._experience.easiness.record(choice.best.promised, min(len(new), len(fed) - 1), len(new) - 1)
         if self._recycles:
@@ -281,17 +279,6 @@ class Cascade:
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
         missed = self._pace.prices.missed(rows, tokens) / rows if promised else 0.0
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
-
-    def _settle_promises(self, best: Best, new: Sequence[int]) -> None:
-        """What became of the best guess, proposed or not, as far as the text went along with it."""
-        promised, hits, survival = [], 0, 1.0
-        for guessed, reached, token in zip(best.plan.tokens, best.survivals, new, strict=False):
-            promised.append(reached / survival)
-            if guessed != token:
-                break
-            hits, survival = hits + 1, reached
-        for each in (self._discount, self._experience.discount):
-            each.record(promised, hits)
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Tell what was written while they slept."""
@@ -322,11 +309,11 @@ class Cascade:
 
     def _best_guess(self, rows: int, *, whole: bool) -> Best:
         """``whole``: no cut, and a guess of any worth before none."""
-        seconds, factor = self._pace.prices.without_model(rows), self._discount.factor
-        plan, plain, promised = NOBODY, seconds[0], 1.0
-        best, survivals = 0.0 if whole else 1.0 / plain, list[float]()
+        seconds = self._pace.prices.without_model(rows)
+        plan, plain, promised, by = NOBODY, seconds[0], 1.0, None
+        best = 0.0 if whole else 1.0 / plain
         for each in self._drafters:
-            guess, expected, reached, before, wins = each.guess, [1.0], 1.0, 1.0, 0
+            guess, factor, expected, reached, before, wins = each.guess, each.factor, [1.0], 1.0, 1.0, 0
             for length, survival in enumerate(guess.survivals, start=1):
                 reached *= corrected(survival / before, factor)
                 before = survival
@@ -340,9 +327,8 @@ class Cascade:
                     wins, best = length, speed
             promised = max(promised, expected[-1])
             if wins:
-                plan = Plan(each.drafter.name, guess.tokens[:wins], expected=expected, whole=whole)
-                survivals = guess.survivals
-        return Best(plan, best, promised, survivals)
+                plan, by = Plan(each.drafter.name, guess.tokens[:wins], expected=expected, whole=whole), each
+        return Best(plan, best, promised, by)
 
     def _from_model(self, this: Round, limit: int, allotted: int) -> tuple[int, float]:
         """How many tokens the draft model should draft, and the tokens per second that promises: any number of them

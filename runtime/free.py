@@ -52,9 +52,9 @@ class Calibration:
 
 
 class Discount:
-    """How far the promises of the best guesses hold: hits among their tokens, at positions that were reached, over
-    hits that were promised there. The best of several estimates is on average too high (the winner's curse), the
-    more so the less there is to guess; shrunk to ``before``, older rounds count less."""
+    """How far a drafter's promises hold where its guess was the best one: hits among its tokens, at positions that were
+    reached, over hits that were promised there. The best of several estimates is on average too high (the winner's
+    curse), the more so the less there is to guess; shrunk to ``before``, older rounds count less."""
 
     def __init__(self, before: Discount | None = None) -> None:
         self._decay = _LASTING_DISCOUNT if before is None else _ROW_DISCOUNT
@@ -67,8 +67,8 @@ class Discount:
         return (_PROMISES * self._before + self._hits) / (_PROMISES + self._promised)
 
     def record(self, promised: Sequence[float], hits: int) -> None:
-        """A round's best guess: the chance promised for each token that was reached, and how many were right. Without
-        a guess, a round goes by."""
+        """A round: the chance promised for each token that was reached, and how many were right; none where another's
+        guess was the best."""
         self._hits = self._decay * self._hits + hits
         self._promised = self._decay * self._promised + sum(promised)
 
@@ -89,14 +89,28 @@ class Guess:
     survivals: list[float] = field(default_factory=list)
 
 
+class Record:
+    """What rounds of all rows showed of one free drafter: how good its guesses were, and how far its promises held."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self.calibration, self.discount = Calibration(prior), Discount()
+
+
 class Calibrated:
     """A free drafter of one row with its record, kept on every round whether it proposes or not: text that was
     committed says what would have been accepted. ``shared`` is the record of all rows, from which a row's starts."""
 
-    def __init__(self, drafter: FreeDrafter, shared: Calibration) -> None:
+    def __init__(self, drafter: FreeDrafter, shared: Record) -> None:
         self.drafter = drafter
         self.guess = Guess()
-        self._shared, self._own = shared, Calibration(shared.rates, _ROW_DECAY)
+        self._shared, self._own = shared.calibration, Calibration(shared.calibration.rates, _ROW_DECAY)
+        self._discount = Discount(shared.discount)
+        self._discounts = self._discount, shared.discount
+
+    @property
+    def factor(self) -> float:
+        """How far its promises hold: see ``corrected``."""
+        return self._discount.factor
 
     def look(self, tokens: Sequence[int], longest: int, floor: float) -> Guess:
         """Take the text in and guess up to ``longest`` tokens, none after the survival is below ``floor``."""
@@ -125,6 +139,19 @@ class Calibrated:
                 break
             right += 1
         return right
+
+    def settle(self, proposed: int, committed: Sequence[int]) -> None:
+        """What became of the first ``proposed`` tokens of the last guess, the round's best, verified or not, as far as
+        what was ``committed`` went along with them; 0 where another's was the best."""
+        promised, hits, before = list[float](), 0, 1.0
+        guess = self.guess.tokens[:proposed]
+        for guessed, survival, token in zip(guess, self.guess.survivals, committed, strict=False):
+            promised.append(survival / before)
+            if guessed != token:
+                break
+            hits, before = hits + 1, survival
+        for each in self._discounts:
+            each.record(promised, hits)
 
 
 class NgramDrafter:

@@ -19,7 +19,7 @@ from leadout.runtime import joint
 from leadout.runtime.cascade import Cascade, Commons
 from leadout.runtime.costs import Costs
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.free import Calibrated, Record
 from leadout.runtime.joint import NOBODY, Plan
 from leadout.runtime.kinds import Kind
 from leadout.runtime.pair import load
@@ -40,7 +40,7 @@ def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, nar
     policy = AutoLength(pace) if model else None
     made = Cascade(Settings(draft="auto", draft_length=length), Commons(), pace, policy)
     if steps is not None:
-        made._drafters = [Calibrated(Fixed(steps), Calibration((rate,)))]
+        made._drafters = [Calibrated(Fixed(steps), Record((rate,)))]
     return made, policy
 
 
@@ -359,7 +359,7 @@ def test_a_kind_of_text_says_nothing_of_others(monkeypatch):
         collect(decoder.decode([(6 * REPEATS, settings)]), 1)
     kinds = [Kind(repeats=True), Kind(sampled=True, repeats=True), Kind()]
     greedy, sampled, new = map(decoder._admission.commons.experience, kinds)
-    assert any(record.rates != list(record._prior) for record in greedy.records.values())
+    assert any(each.calibration.rates != list(each.calibration._prior) for each in greedy.records.values())
     assert not sampled.records and not new.records and sampled.habit.price == 0.0 < greedy.habit.price
     rates = [decoder._pace.seen(kind).acceptance for kind in kinds]
     assert rates[0].rate() != 0.7 == rates[1].rate() == rates[2].rate()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_cascade import cascade, choose
+from test_cascade import Fixed, cascade, choose
 from test_mutants import Mutant, must_die
 
 from leadout.runtime.cascade import Cascade
-from leadout.runtime.free import Discount
+from leadout.runtime.free import Calibrated, Discount, Record
 
 
 def test_promises_that_hold_are_not_discounted_and_others_are():
@@ -42,11 +42,11 @@ def test_rounds_without_a_guess_bring_the_belief_back():
 
 
 def told(new, rate=0.9):
-    """A cascade whose one drafter guesses 7, 8, 9, 10, after a round that wrote ``new``."""
+    """The one drafter of a cascade, which guessed 7, 8, 9, 10, after a round that wrote ``new``."""
     chooser, _ = cascade([7, 8, 9, 10], rate=rate)
     fed = [1, *choose(chooser, 4, 0).tokens]
     chooser.observe(fed, new, np.zeros((9, 12)), [len(fed) - 1])
-    return chooser
+    return chooser._drafters[0]
 
 
 def test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached():
@@ -57,7 +57,7 @@ def test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached():
         ([7, 5, 9, 10], 1, 2),
         ([7, 8, 9, 10, 5], 4, 4),
     ):
-        for discount in (told(new)._discount, told(new)._experience.discount):
+        for discount in told(new)._discounts:
             assert (discount._hits, discount._promised) == (hits, pytest.approx(0.9 * reached))
 
 
@@ -65,9 +65,24 @@ def test_less_is_proposed_of_what_was_never_kept():
     chooser, _ = cascade([7, 8, 9, 10], rate=0.9)
     assert len(choose(chooser, 4, 0).tokens) == 4
     for _ in range(100):
-        chooser._discount.record([0.9], 0)
+        chooser._drafters[0].settle(1, [5])
     plan = choose(chooser, 4, 0)
     assert len(plan.tokens) < 4 and plan.expected[-1] < 1.5
+
+
+def test_who_breaks_promises_takes_nothing_from_the_others():
+    """A drafter that is sure of one token, and always wrong, beside one that is half as sure of four, and right."""
+    chooser, _ = cascade([7, 8, 9, 10], rate=0.6)
+    honest, boaster = chooser._drafters[0], Calibrated(Fixed([5]), Record((0.99,)))
+    boaster.score = lambda committed: 0  # it learns nothing: only its promises are looked at
+    chooser._drafters = [boaster, honest]
+    proposed = []
+    for _ in range(60):
+        fed = [1, *choose(chooser, 1, 0).tokens]
+        proposed += fed[1:]
+        chooser.observe(fed, [7], np.zeros((9, 12)), [len(fed) - 1])
+        assert honest.factor >= 1.0
+    assert 4 < proposed.count(5) < 8 and proposed.count(7) > 50, "it is tried again, once in a while"
 
 
 CHECKS = (
@@ -75,12 +90,15 @@ CHECKS = (
     test_a_row_begins_with_what_all_rows_showed_and_learns_faster,
     test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached,
     test_less_is_proposed_of_what_was_never_kept,
+    test_who_breaks_promises_takes_nothing_from_the_others,
 )
 MUTANTS = (
     Mutant("the other way round", Discount, "factor", "+ self._hits", "+ self._promised"),
     Mutant("a row knows nothing of others", Discount, "__init__", "before.factor", "1.0"),
-    Mutant("unreached tokens count", Cascade, "_settle_promises", "break", "continue"),
-    Mutant("survivals for chances", Cascade, "_settle_promises", "reached / survival", "reached"),
+    Mutant("unreached tokens count", Calibrated, "settle", "break", "continue"),
+    Mutant("survivals for chances", Calibrated, "settle", "survival / before", "survival"),
+    Mutant("the best one's promise is everybody's", Cascade, "observe", "if each is choice.best.by else 0", ""),
+    Mutant("one discount for all", Cascade, "_best_guess", "each.factor, [1.0]", "self._drafters[0].factor, [1.0]"),
     Mutant("no discount", Cascade, "_best_guess", "corrected(survival / before, factor)", "survival / before"),
 )
 

@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from leadout.runtime import suffix
-from leadout.runtime.free import Calibrated, Calibration, NgramDrafter
+from leadout.runtime.free import Calibrated, NgramDrafter, Record
 from leadout.runtime.recycling import RecyclingDrafter, Successors
 from leadout.runtime.suffix import Cursor, EarlierTexts, OwnText, SuffixAutomaton, SuffixPool
 
@@ -303,20 +303,20 @@ class Script:
 
 
 def scripted(steps, shared=None):
-    return Calibrated(Script(steps), shared or Calibration(Script.prior))
+    return Calibrated(Script(steps), shared or Record(Script.prior))
 
 
 def test_scores_on_a_scripted_text_count_what_was_reached():
     """Guess 5 6 7 8 with classes 0 1 0 1; in the text 5 6 9 8 the first three are reached, two of them right."""
-    shared = Calibration(Script.prior)
+    shared = Record(Script.prior)
     drafter = scripted([(5, 0), (6, 1), (7, 0), (8, 1)], shared)
     guess = drafter.look([1], 4, 0.0)
     assert guess.tokens == [5, 6, 7, 8] and guess.survivals == [0.5, 0.125, 0.0625, 0.015625]
     assert drafter.score([5, 6, 9, 8]) == 2
-    for record, decay in ((shared, 0.998), (drafter._own, 0.98)):
+    for record, decay in ((shared.calibration, 0.998), (drafter._own, 0.98)):
         assert record.rates == pytest.approx([(decay * 1 + 8 * 0.5) / (1 + decay + 8), (1 + 8 * 0.25) / 9])
     assert drafter.score([5]) == 1, "what stands behind the committed text is not known, and not a miss"
-    assert shared.rates[1] == pytest.approx(3 / 9)
+    assert shared.calibration.rates[1] == pytest.approx(3 / 9)
 
 
 def test_a_guess_goes_on_one_token_beyond_the_floor_and_no_further():
@@ -329,13 +329,13 @@ def test_a_guess_goes_on_one_token_beyond_the_floor_and_no_further():
 
 @pytest.mark.parametrize("rate", [0.1, 0.6, 0.95])
 def test_records_come_to_the_true_rate_and_rows_start_from_the_shared_one(rate):
-    shared, rng = Calibration((0.5,)), np.random.default_rng(0)
+    shared, rng = Record((0.5,)), np.random.default_rng(0)
     found = []
     for i in count():
-        shared.record(0, rng.random() < rate)
-        found += shared.rates if i > 200 else []
+        shared.calibration.record(0, rng.random() < rate)
+        found += shared.calibration.rates if i > 200 else []
         if i == 4000:
             break
     assert np.mean(found) == pytest.approx(rate, abs=0.05)
     row = Calibrated(Script([(1, 0)]), shared)
-    assert row.look([1], 1, 0.0).survivals == shared.rates
+    assert row.look([1], 1, 0.0).survivals == shared.calibration.rates

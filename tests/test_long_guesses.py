@@ -65,9 +65,11 @@ def test_more_hits_than_promised_make_misses_rarer_and_no_chance_more_than_1():
     assert corrected(0.8, 0.5) == 0.4 and corrected(0.8, 1.0) == pytest.approx(0.8)
     assert corrected(0.8, 2.0) == pytest.approx(0.9) and corrected(1.0, 1.3) == 1.0
     chooser, _ = cascade(range(99), costs=FixedCosts(per_token=0.2), rate=0.9)
+    drafter = chooser._drafters[0]
+    drafter.look([1], 99, 0.0)
     for _ in range(200):
-        chooser._discount.record([0.9] * 4, 4)
-    assert chooser._discount.factor > 1.05
+        drafter.settle(4, [0, 1, 2, 3])
+    assert drafter.factor > 1.05
     expected = choose(chooser, 99, 0).expected
     assert all(0.0 < after - before <= 1.0 for before, after in pairwise(expected))
     assert expected[16] < 1 + sum(0.92**n for n in range(1, 17)), "what is promised is hardly more"

@@ -11,7 +11,7 @@ from leadout.runtime import decoder as decoder_module
 from leadout.runtime.cascade import Commons
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.family import Family
-from leadout.runtime.free import Calibrated, Calibration
+from leadout.runtime.free import Calibrated, Record
 from leadout.runtime.kinds import Kind
 from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
@@ -91,7 +91,7 @@ def test_a_row_that_begins_asleep_takes_its_prompt_in_when_it_is_asked():
     heard = []
     listener = Fixed([49])
     listener.take = lambda tokens: heard.append(len(tokens))
-    chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
+    chooser._drafters = [Calibrated(listener, Record((0.0,)))]
     habit = chooser._experience.habit
     habit.pause = habit.rest = 3
     chooser._vigil, text = Vigil(habit), [1, 2, 3]
@@ -170,7 +170,7 @@ def test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up():
 
     chooser, _ = cascade([])
     listener, text = Listener([49]), [1]
-    chooser._drafters = [Calibrated(listener, Calibration((0.0,)))]
+    chooser._drafters = [Calibrated(listener, Record((0.0,)))]
     chooser.begin(text)
     heard = []
     for _ in range(30):
