@@ -85,12 +85,22 @@ def test_who_breaks_promises_takes_nothing_from_the_others():
     assert 4 < proposed.count(5) < 8 and proposed.count(7) > 50, "it is tried again, once in a while"
 
 
+def test_a_new_row_begins_with_what_rows_before_it_showed_of_the_drafter():
+    shared = Record((0.9,))
+    for _ in range(20):
+        row = Calibrated(Fixed([7]), shared)
+        row.look([1], 1, 0.0)
+        row.settle(1, [5])
+    assert Calibrated(Fixed([7]), shared).factor < 0.5 < Calibrated(Fixed([7]), Record((0.9,))).factor
+
+
 CHECKS = (
     test_promises_that_hold_are_not_discounted_and_others_are,
     test_a_row_begins_with_what_all_rows_showed_and_learns_faster,
     test_a_guess_is_held_to_its_promises_as_far_as_it_was_reached,
     test_less_is_proposed_of_what_was_never_kept,
     test_who_breaks_promises_takes_nothing_from_the_others,
+    test_a_new_row_begins_with_what_rows_before_it_showed_of_the_drafter,
 )
 MUTANTS = (
     Mutant("the other way round", Discount, "factor", "+ self._hits", "+ self._promised"),
@@ -99,6 +109,7 @@ MUTANTS = (
     Mutant("survivals for chances", Calibrated, "settle", "survival / before", "survival"),
     Mutant("the best one's promise is everybody's", Cascade, "observe", "if each is choice.best.by else 0", ""),
     Mutant("one discount for all", Cascade, "_best_guess", "each.factor, [1.0]", "self._drafters[0].factor, [1.0]"),
+    Mutant("a row keeps it to itself", Calibrated, "__init__", "self._discount, shared.discount", "(self._discount,)"),
     Mutant("no discount", Cascade, "_best_guess", "corrected(survival / before, factor)", "survival / before"),
 )
 
