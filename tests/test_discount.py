@@ -71,7 +71,7 @@ def test_less_is_proposed_of_what_was_never_kept():
 
 
 def test_who_breaks_promises_takes_nothing_from_the_others():
-    """A drafter that is sure of one token, and always wrong, beside one that is half as sure of four, and right."""
+    """A drafter that is sure of one token, and always wrong, beside one that is less sure of four, and right."""
     chooser, _ = cascade([7, 8, 9, 10], rate=0.6)
     honest, boaster = chooser._drafters[0], Calibrated(Fixed([5]), Record((0.99,)))
     boaster.score = lambda committed: 0  # it learns nothing: only its promises are looked at
