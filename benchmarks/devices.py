@@ -11,7 +11,8 @@ from pathlib import Path
 import leadout
 from leadout.engines import Engine
 from leadout.engines.priced import Clock, Priced, Prices
-from leadout.runtime import ahead, bench, cascade, decoder, stats
+from leadout.runtime import ahead, bench, decoder, stats
+from leadout.runtime.controller import cascade
 
 TABLES = Path(__file__).with_name("devices.json")
 SEED = 20261121  # at a temperature above 0 all drafts write the text of this seed, and can be compared

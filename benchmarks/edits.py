@@ -5,7 +5,7 @@
 
 The target writes what it is told to, at the prices of a device (``devices.json``); its answers are edits as a model
 makes them that copies faithfully, which the demo target is too small for. Tokens a second and a round, with the drafter
-that knows of changes (``runtime/edits.py``) and without it.
+that knows of changes (``runtime/drafters/edits.py``) and without it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from tokenizers import Tokenizer
 
 from leadout.engines.priced import Clock, Priced, Prices
 from leadout.engines.toy import ToyEngine
-from leadout.runtime import cascade, decoder, stats
+from leadout.runtime import decoder, stats
+from leadout.runtime.controller import cascade
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.edits import EditedCopy
+from leadout.runtime.drafters.edits import EditedCopy
 from leadout.runtime.settings import Settings
 from leadout.scripts.make_prompts import HELD_OUT, functions
 

@@ -21,19 +21,20 @@ from unittest.mock import patch
 from devices import SEED, priced
 
 import leadout
-from leadout.runtime import admission, costs, prices
-from leadout.runtime.bill import Bill
-from leadout.runtime.cascade import Cascade, Commons
-from leadout.runtime.costs import Costs
-from leadout.runtime.coverage import Coverage
+from leadout.runtime import admission
+from leadout.runtime.controller import costs, prices
+from leadout.runtime.controller.bill import Bill
+from leadout.runtime.controller.cascade import Cascade, Commons
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.coverage import Coverage
+from leadout.runtime.controller.easiness import Easiness
+from leadout.runtime.controller.policy import Pace
+from leadout.runtime.controller.rounds import Round
+from leadout.runtime.controller.vigil import Vigil
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.easiness import Easiness
-from leadout.runtime.free import Discount
-from leadout.runtime.policy import Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime.drafters.free import Discount
+from leadout.runtime.drafters.suffix import EarlierTexts
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
-from leadout.runtime.suffix import EarlierTexts
-from leadout.runtime.vigil import Vigil
 
 DRAFTERS, FIRST = Commons.drafters, Coverage.first_length
 FLAT = [1.0] * (MAX_GUESS_LENGTH + 2)

@@ -10,16 +10,16 @@ from operator import mul
 
 from ..engines.base import Engine, ModelSpec
 from ..errors import ContextError, UsageError
-from .cascade import Cascade, Commons
+from .controller.cascade import Cascade, Commons
+from .controller.kinds import Kind, repeats
+from .controller.policy import AutoLength, FixedLength, Pace, Policy
 from .grammar import Grammar
 from .grammars import Grammars
-from .kinds import Kind, repeats
-from .noise import Noise
-from .policy import AutoLength, FixedLength, Pace, Policy
-from .sampling import Chain, Sampler
+from .rules.noise import Noise
+from .rules.sampling import Chain, Sampler
+from .samples import MAX_ANSWERS, Sample
 from .sequence import Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Settings
-from .siblings import MAX_ANSWERS, Sample
 
 NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
 

@@ -20,16 +20,17 @@ from time import perf_counter
 from ..bundle import ModelEntry
 from ..engines.base import LogitRow
 from ..errors import UsageError
-from . import sampling
-from .confidence import Watch
-from .costs import Costs, context_bucket
-from .drafters import Draft, ModelDrafter
-from .feature_drafter import FeatureDrafter
-from .foreign_draft import ForeignDrafter
+from .controller.costs import Costs, context_bucket
+from .drafters.base import Draft
+from .drafters.confidence import Watch
+from .drafters.feature_drafter import FeatureDrafter
+from .drafters.foreign_draft import ForeignDrafter
+from .drafters.model_drafter import ModelDrafter
 from .held import agreement
-from .noise import Purpose
 from .prefill import ALL
-from .sampling import Probs, Sampler
+from .rules import sampling
+from .rules.noise import Purpose
+from .rules.sampling import Probs, Sampler
 from .sequence import Row
 from .settings import DraftAhead
 from .vocabulary import VocabularyMap

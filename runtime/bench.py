@@ -22,15 +22,15 @@ import numpy as np
 from ..engines import Engine, Logits, Tokens
 from ..engines.base import Sight
 from ..engines.wrapped import Wrapped
-from .costs import Costs, Step
+from .controller.costs import Costs, Step
+from .controller.tempo import Tempo
+from .controller.tuned import processor
 from .decoder import Decoder
 from .divergence import first_divergence
 from .pair import Pair
+from .samples import Sample, check_sample
 from .settings import MAX_GUESS_LENGTH, Settings
-from .siblings import Sample, check_sample
 from .stats import Stats
-from .tempo import Tempo
-from .tuned import processor
 
 TIMED_STEPS = 9
 

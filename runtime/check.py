@@ -21,10 +21,10 @@ from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.base import FeatureEngine, Features
 from ..engines.golden import Golden
 from ..errors import EngineError
+from .controller.tuned import cores
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
-from .tuned import cores
 
 BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its sums in another way
 WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``

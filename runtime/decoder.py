@@ -12,24 +12,25 @@ import numpy as np
 
 from ..engines.base import Engine, Logits
 from ..errors import UsageError
-from . import judging, trees, verify
+from . import judging
 from .admission import Admission, check_request
 from .ahead import AheadDrafter, drafts_ahead
-from .confidence import Watch
-from .costs import Costs
-from .drafters import Draft, Drafter
-from .foreign_draft import model_drafter
+from .controller.costs import Costs
+from .controller.joint import NOBODY, Plan, together
+from .controller.policy import AutoLength, Pace, Policy
+from .controller.rounds import Round
+from .drafters.base import Draft, Drafter
+from .drafters.confidence import Watch
+from .drafters.foreign_draft import model_drafter
+from .drafters.tree_drafter import TreeDrafter
 from .grammars import Grammars
-from .joint import NOBODY, Plan, together
-from .policy import AutoLength, Pace, Policy
 from .prefill import prefill
-from .rounds import Round
+from .rules import trees, verify
+from .samples import Sample, samples
 from .sequence import FinishReason, Row, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
-from .siblings import Sample, samples
 from .stats import Stats, Stopwatch
 from .steps import Stepper
-from .tree_drafter import TreeDrafter
 from .vocabulary import VocabularyMap
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ..engines import Engine
 from ..errors import UsageError
-from .noise import Noise
-from .sampling import Chain, Sampler
+from .rules.noise import Noise
+from .rules.sampling import Chain, Sampler
 from .settings import Settings
 from .steps import Stepper
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from ..engines.base import LogitArray, LogitRow
 from ..errors import LeadoutError, UsageError
-from . import buffers
-from .heads import not_finite
 from .held import agreement
+from .rules import buffers
+from .rules.heads import not_finite
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..engines.base import Logits
-from . import lossy, trees, verify
-from .drafters import Draft
-from .noise import Purpose
-from .sampling import Probs, draw
+from .drafters.base import Draft
+from .rules import lossy, trees, verify
+from .rules.noise import Purpose
+from .rules.sampling import Probs, draw
 from .sequence import Row
 from .settings import LOSSY
 

@@ -15,16 +15,16 @@ from ..engines import PROVIDERS, Engine, open_engine
 from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
 from .answers import Answer, Piece, Result, Stream
-from .costs import Cost, Costs
+from .controller.costs import Cost, Costs
+from .controller.tuned import Device, this_device
+from .controller.tuned import read as read_tuned
 from .decoder import Decoder, Event
 from .grammars import Grammars
 from .prompts import Chat, Prompt, Request, check_ids, check_text, is_single
 from .ranges import flag, integer, one_of
+from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
-from .siblings import Sample, check_n, check_sample, samples
 from .text import Codec, TextStream
-from .tuned import Device, this_device
-from .tuned import read as read_tuned
 from .vocabulary import VOCABULARY, VocabularyMap
 
 if TYPE_CHECKING:

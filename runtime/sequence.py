@@ -7,9 +7,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .cascade import Cascade
-from .policy import Policy
-from .sampling import Sampler
+from .controller.cascade import Cascade
+from .controller.policy import Policy
+from .rules.sampling import Sampler
 from .settings import Settings
 from .stats import Stats
 

@@ -61,8 +61,8 @@ class Settings:
 
     ``branches`` makes the draft model's draft a tree: so many children a node at each depth (up to 16 deep, 64 nodes),
     verified by greedy, coupled or rejection. ``typical`` (with ``typical_epsilon`` and ``typical_delta``) and
-    ``lenient`` (with ``leniency``) are lossy, see ``lossy.py``; all three are in (0, 1], None takes the default there,
-    and belong to their rule alone.
+    ``lenient`` (with ``leniency``) are lossy, see ``rules/lossy.py``; all three are in (0, 1], None takes the default
+    there, and belong to their rule alone.
 
     ``json_schema`` (an object, or JSON text of one; text is what is kept), ``regex`` or ``grammar`` (Lark) say what the
     answer must be, see ``grammar.py``. One of them at most; without ``min_new_tokens``, ``ignore_eos`` and a

@@ -12,14 +12,14 @@ from typing import Any
 from ..engines import Engine
 from ..errors import UsageError
 from .bench import Bench, Group, decode
-from .costs import Cost, Costs
+from .controller.costs import Cost, Costs
+from .controller.policy import FixedLength
+from .controller.rounds import Round
+from .controller.tempo import Tempo
 from .decoder import Decoder
 from .pair import Pair
-from .policy import FixedLength
-from .rounds import Round
 from .settings import MAX_DRAFT_LENGTH
 from .stats import Stats
-from .tempo import Tempo
 from .vocabulary import VocabularyMap
 
 _EACH = 5  # rounds of each draft length, at least

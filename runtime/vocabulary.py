@@ -5,7 +5,7 @@
     outputs   int64 [V_d]   the target's id of each logit, -1 for none; no id twice
     inputs    int64 [V_t]   optional: the draft's id of each of the target's; without it they are the same
 
-With a ``draft/tokenizer.json`` beside it, the draft has another tokenizer (``foreign_draft.py``).
+With a ``draft/tokenizer.json`` beside it, the draft has another tokenizer (``drafters/foreign_draft.py``).
 
 Whatever the map says, answers are the target's: a rule is exact for every q (2211.17192, theorem 1).
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ..bundle import Model
 from ..engines.base import LogitRow
 from ..errors import BundleError
-from .retokenise import Tokenizers
+from .drafters.retokenise import Tokenizers
 from .text import Codec
 
 VOCABULARY, TOKENIZER = "vocabulary.npz", "tokenizer.json"

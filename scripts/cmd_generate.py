@@ -127,7 +127,7 @@ def write_batch(
     """Answer all lines (each ``n`` times), in order and as they are finished: a JSON object a line, or the texts one
     after the other."""
     from ..runtime.pair import Request
-    from ..runtime.siblings import check_n
+    from ..runtime.samples import check_n
 
     each = 1 if n is None else check_n(n)
     check_lines(pair, lines, settings, each)

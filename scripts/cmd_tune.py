@@ -14,8 +14,8 @@ from .options import BUNDLE, ENGINE, PROMPT_LINES, options, prompt_ids
 
 if TYPE_CHECKING:
     from ..engines import Engine
+    from ..runtime.controller.tuned import Device
     from ..runtime.pair import Pair
-    from ..runtime.tuned import Device
 
 
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def command(
     costs are kept in BUNDLE/tuned.json, where `leadout generate` starts from them; on a CPU only, for other devices
     have no name here.
     """
-    from ..runtime import tuned
+    from ..runtime.controller import tuned
     from ..runtime.pair import load
     from ..runtime.tune import tune
 

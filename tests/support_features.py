@@ -14,8 +14,8 @@ from support_runtime import FixedCosts, collect
 from leadout.engines.base import BLOCK, PADDING, TEXT
 from leadout.engines.toy import ToyEngine
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 
 ROWS = 251
 

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
-from leadout.runtime import admission, judging, sampling
-from leadout.runtime.costs import Costs
-from leadout.runtime.coverage import Coverage
+from leadout.runtime import admission, judging
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.coverage import Coverage
 from leadout.runtime.decoder import Decoder, Event
+from leadout.runtime.rules import sampling
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, Settings
 
 T = TypeVar("T", bound=Hashable)

@@ -16,13 +16,13 @@ from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import decoder
 from leadout.runtime.ahead import AheadDrafter, Worth
-from leadout.runtime.cascade import Cascade
-from leadout.runtime.costs import Costs, context_bucket
+from leadout.runtime.controller.cascade import Cascade
+from leadout.runtime.controller.costs import Costs, context_bucket
+from leadout.runtime.controller.joint import Plan
+from leadout.runtime.controller.policy import Pace
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.held import agreement
-from leadout.runtime.joint import Plan
-from leadout.runtime.policy import Pace
-from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 
 PROMPTS = ([1], [4, 5, 6, 4, 5, 6, 4, 5], list(range(11)))

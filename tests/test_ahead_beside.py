@@ -16,12 +16,12 @@ from leadout.errors import UsageError
 from leadout.runtime import ahead as ahead_module
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime.ahead import check_ahead
-from leadout.runtime.confidence import Watch
+from leadout.runtime.controller.policy import AutoLength
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.drafters import ModelDrafter
-from leadout.runtime.policy import AutoLength
+from leadout.runtime.drafters.confidence import Watch
+from leadout.runtime.drafters.model_drafter import ModelDrafter
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 
 PROMPT = [1, 3, 7, 0]
 MODEL = entry(Shape(), "fp32", {})

@@ -23,8 +23,9 @@ import test_vocabulary
 from leadout.bundle import Recurrence
 from leadout.engines.toy import ToyEngine
 from leadout.engines.trails import Trails
-from leadout.runtime import drafters, foreign_draft, steps
+from leadout.runtime import steps
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import foreign_draft, model_drafter
 
 KEPT = Recurrence(slots=131, context=3, trails=(1,))
 LITTLE = Recurrence(slots=27, context=3, trails=(1,))  # of which 12 tokens can be taken back
@@ -150,7 +151,7 @@ MUTANTS = [
     ),
     test_mutants.Mutant(
         "a draft commits a token that it drafts",
-        drafters.ModelDrafter,
+        model_drafter.ModelDrafter,
         "_begin",
         "commit(self._valid)",
         "commit([valid + 2 for valid in self._valid])",

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from leadout.engines.toy import ToyEngine
-from leadout.runtime.costs import Cost
+from leadout.runtime.controller.costs import Cost
 from leadout.runtime.settings import DRAFTS
 from leadout.scripts.make_prompts import HELD_OUT, main
 

@@ -9,13 +9,14 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import costs, next_length, next_round
 
-from leadout.runtime import bill, decoder, policy, reading
-from leadout.runtime.bill import Bill
-from leadout.runtime.costs import Costs
+from leadout.runtime import decoder
+from leadout.runtime.controller import bill, policy, reading
+from leadout.runtime.controller.bill import Bill
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.kinds import GREEDY, Kind
+from leadout.runtime.controller.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.kinds import GREEDY, Kind
-from leadout.runtime.policy import AutoLength, FixedLength, Pace
-from leadout.runtime.rounds import Round
 from leadout.runtime.settings import Settings
 
 DRAFT, TOKEN = 0.1, 0.02  # what a draft step takes, and each token more in a step of the target, which takes 1

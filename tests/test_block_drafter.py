@@ -23,11 +23,11 @@ from support_runtime import (
 )
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import block_drafter, drafters, feature_drafter, parallel_drafter
-from leadout.runtime.block_drafter import BlockDrafter
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import block_drafter, feature_drafter, model_drafter, parallel_drafter
+from leadout.runtime.drafters.block_drafter import BlockDrafter
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
 
 VOCAB = 13  # and so is the mask called, an id that no text has
@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("blocks of any length", MASKED, "room", "self._longest", "99"),
     Mutant("what stood in a block is held", TOLD, "reset", "min(held, true)", "held"),
     Mutant("prompts are blocks", TOLD, "reset", "[ALL] * len(rows)", "[0] * len(rows)"),
-    Mutant("it lacks one token at most", drafters.ModelDrafter, "_late", "self.lacks", "1"),
+    Mutant("it lacks one token at most", model_drafter.ModelDrafter, "_late", "self.lacks", "1"),
 ]
 
 

@@ -15,19 +15,19 @@ from support_runtime import FixedCosts, collect, decode_law, distance, rounded, 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import joint
-from leadout.runtime.cascade import Cascade, Commons
-from leadout.runtime.costs import Costs
+from leadout.runtime.controller import joint
+from leadout.runtime.controller.cascade import Cascade, Commons
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.joint import NOBODY, Plan
+from leadout.runtime.controller.kinds import Kind
+from leadout.runtime.controller.policy import AutoLength, Pace
+from leadout.runtime.controller.prices import Prices
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.free import Calibrated, Record
-from leadout.runtime.joint import NOBODY, Plan
-from leadout.runtime.kinds import Kind
+from leadout.runtime.drafters.free import Calibrated, Record
 from leadout.runtime.pair import load
-from leadout.runtime.policy import AutoLength, Pace
-from leadout.runtime.prices import Prices
-from leadout.runtime.rounds import Round
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import DRAFTS, Settings
-from leadout.runtime.verify import happened
 
 FREE = ("suffix", "recycling", "ngram", "auto")
 REPEATS = [4, 5, 6, 4, 5, 6, 4, 5]

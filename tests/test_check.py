@@ -21,8 +21,8 @@ from leadout.errors import UsageError
 from leadout.runtime import check
 from leadout.runtime.bench import Bench
 from leadout.runtime.divergence import NEAR_TIE, first_divergence, spread
-from leadout.runtime.noise import Noise
 from leadout.runtime.pair import Pair
+from leadout.runtime.rules.noise import Noise
 from leadout.runtime.settings import DRAFTS, Settings
 
 VOCAB = 16
@@ -195,7 +195,7 @@ def test_of_a_short_context_what_fits_is_checked(tiny_bundle: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_bench_notices_a_draft_that_changes_the_text(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every draft accepted unseen, the answers are no longer the target's: identical_outputs must say so."""
-    from leadout.runtime import verify
+    from leadout.runtime.rules import verify
 
     with leadout.load(tiny_bundle) as pair:
         settings = {"max_new_tokens": 12, "draft_length": 3, "ignore_eos": True}

@@ -7,15 +7,15 @@ import pytest
 from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
 
 from leadout.engines.toy import mixed_law, table_law
-from leadout.runtime import confidence, drafters
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch, chance_of, sureness
+from leadout.runtime.controller.kinds import Kind
+from leadout.runtime.controller.policy import AutoLength, Pace
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.free import Calibration
-from leadout.runtime.kinds import Kind
-from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.drafters import confidence, model_drafter
+from leadout.runtime.drafters.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch, chance_of, sureness
+from leadout.runtime.drafters.free import Calibration
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import Settings
-from leadout.runtime.verify import happened
 
 LINE = [1 + 0.1 * length for length in range(17)]
 
@@ -165,7 +165,7 @@ def test_a_sampled_draft_may_end_after_any_of_its_tokens(rule, monkeypatch):
 def test_it_would_be_biased_if_a_token_were_dropped(rule, monkeypatch):
     """The mutant: a draft ends before an unlikely token that was drawn."""
     monkeypatch.setattr(Watch, "more", lambda self, length: False)
-    propose = drafters.ModelDrafter.propose
+    propose = model_drafter.ModelDrafter.propose
 
     def dropping(self, rows, lengths, watched=None):
         drafts = propose(self, rows, lengths, watched)
@@ -175,5 +175,5 @@ def test_it_would_be_biased_if_a_token_were_dropped(rule, monkeypatch):
                 draft.q.pop()
         return drafts
 
-    monkeypatch.setattr(drafters.ModelDrafter, "propose", dropping)
+    monkeypatch.setattr(model_drafter.ModelDrafter, "propose", dropping)
     assert law_of(monkeypatch, rule) > 1e-3

@@ -13,9 +13,9 @@ from support_runtime import collect, toy_pair
 
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import ContextError, EngineError, LeadoutError, UsageError
-from leadout.runtime.costs import Costs
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.policy import Pace
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.policy import Pace
 from leadout.runtime.settings import Settings
 
 EOS = 3

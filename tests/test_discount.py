@@ -7,8 +7,8 @@ import pytest
 from test_cascade import Fixed, cascade, choose
 from test_mutants import Mutant, must_die
 
-from leadout.runtime.cascade import Cascade
-from leadout.runtime.free import Calibrated, Discount, Record
+from leadout.runtime.controller.cascade import Cascade
+from leadout.runtime.drafters.free import Calibrated, Discount, Record
 
 
 def test_promises_that_hold_are_not_discounted_and_others_are():

@@ -10,8 +10,8 @@ from support_runtime import FixedCosts
 from test_cascade import cascade, choose
 from test_mutants import Mutant, must_die
 
-from leadout.runtime.cascade import Cascade
-from leadout.runtime.easiness import Easiness
+from leadout.runtime.controller.cascade import Cascade
+from leadout.runtime.controller.easiness import Easiness
 from leadout.runtime.settings import MAX_DRAFT_LENGTH
 
 EASY, HARD = 4.0, 1.0

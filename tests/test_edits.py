@@ -13,11 +13,11 @@ from test_laws import RULES, TIGHT
 from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
-from leadout.runtime import edits, suffix
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.edits import EditedCopy
+from leadout.runtime.drafters import edits, suffix
+from leadout.runtime.drafters.edits import EditedCopy
+from leadout.runtime.drafters.suffix import OwnText
 from leadout.runtime.settings import Settings
-from leadout.runtime.suffix import OwnText
 
 
 def words(text):

@@ -20,8 +20,8 @@ from leadout.engines.memory import CudaBuffer
 from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.rules.trees import ancestry
 from leadout.runtime.settings import Settings
-from leadout.runtime.trees import ancestry
 from leadout.scripts.gpu_measure import graph_gain
 
 C = Shape()

@@ -12,7 +12,7 @@ from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
 from leadout.export.passes import pack, simplify
 from leadout.export.tree import to_tree, to_tree_gqa
-from leadout.runtime.trees import ancestry, path
+from leadout.runtime.rules.trees import ancestry, path
 
 C = Shape(windows=(None, 8))
 WHOLE = Shape()

@@ -39,7 +39,7 @@ from leadout.export.golden import compute_truth, head_truth
 from leadout.export.head_checkpoint import read_head
 from leadout.export.taps import tapped
 from leadout.runtime import check
-from leadout.runtime.block_drafter import BlockDrafter
+from leadout.runtime.drafters.block_drafter import BlockDrafter
 from leadout.scripts.cli import main
 
 VOCAB, SIZE, MASK = 512, 64, 509

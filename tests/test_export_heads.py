@@ -38,7 +38,7 @@ from leadout.export.build import export_pair
 from leadout.export.eagle import FeatureHead
 from leadout.export.head_checkpoint import read_head
 from leadout.export.taps import tapped
-from leadout.runtime.feature_drafter import FeatureDrafter
+from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
 pytestmark = pytest.mark.usefixtures("captures_once")

@@ -30,7 +30,7 @@ from leadout.export.build import export_pair
 from leadout.export.checkpoint import load, read_config
 from leadout.export.draft_choice import choose_draft
 from leadout.export.mtp import has_own_layers, own_layers
-from leadout.runtime.feature_drafter import FeatureDrafter
+from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
 GREEDY: dict[str, Any] = {"draft": "model", "draft_length": 3, "max_new_tokens": 12, "ignore_eos": True}

@@ -31,12 +31,13 @@ from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine
 from leadout.errors import UsageError
-from leadout.runtime import admission, drafters, feature_drafter, steps
+from leadout.runtime import admission, steps
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.drafters import ModelDrafter
-from leadout.runtime.feature_drafter import FeatureDrafter
+from leadout.runtime.drafters import feature_drafter, model_drafter
+from leadout.runtime.drafters.feature_drafter import FeatureDrafter
+from leadout.runtime.drafters.model_drafter import ModelDrafter
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
 
 VOCAB = 13
@@ -137,7 +138,7 @@ CHECKS = [
     whatever_the_context_and_length_texts_are_the_target_s,
     of_long_texts_it_reads_the_end,
 ]
-OURS, AGAIN = feature_drafter.FeatureDrafter, drafters.Rereader
+OURS, AGAIN = feature_drafter.FeatureDrafter, model_drafter.Rereader
 MUTANTS = [
     Mutant("a feature of the token itself", OURS, "_of", "[place] + start - 1", "[place] + start"),
     Mutant("features of another place", OURS, "_of", "self._begins[place] + start - 1", "start"),

@@ -17,11 +17,12 @@ from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError, ExportError
 from leadout.export.other_tokenizer import is_foreign, match_bytes, token_bytes
 from leadout.export.pairing import Vocabulary
-from leadout.runtime import foreign_draft, retokenise, settings
+from leadout.runtime import settings
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.retokenise import Tokenizers, Transcript, continuation
+from leadout.runtime.drafters import foreign_draft, retokenise
+from leadout.runtime.drafters.retokenise import Tokenizers, Transcript, continuation
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
 
 LICENSE = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")  # what no change of code changes

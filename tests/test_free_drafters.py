@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from leadout.runtime import suffix
-from leadout.runtime.free import Calibrated, NgramDrafter, Record
-from leadout.runtime.recycling import RecyclingDrafter, Successors
-from leadout.runtime.suffix import Cursor, EarlierTexts, OwnText, SuffixAutomaton, SuffixPool
+from leadout.runtime.drafters import suffix
+from leadout.runtime.drafters.free import Calibrated, NgramDrafter, Record
+from leadout.runtime.drafters.recycling import RecyclingDrafter, Successors
+from leadout.runtime.drafters.suffix import Cursor, EarlierTexts, OwnText, SuffixAutomaton, SuffixPool
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=25)
 

@@ -33,12 +33,12 @@ from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import admission
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.forced import ForcedDrafter
+from leadout.runtime.drafters.forced import ForcedDrafter
 from leadout.runtime.grammar import reason
-from leadout.runtime.noise import Noise
-from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.sampling import Chain, Sampler
+from leadout.runtime.samples import samples
 from leadout.runtime.settings import GRAMMARS, Settings
-from leadout.runtime.siblings import samples
 from leadout.runtime.vocabulary import VocabularyMap
 
 ABC = letters(f"a b c {END}")

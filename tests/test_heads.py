@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from leadout.runtime.heads import winner
-from leadout.runtime.noise import Noise
-from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.rules.heads import winner
+from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 
 

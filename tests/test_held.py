@@ -17,13 +17,14 @@ import leadout
 from leadout.engines.base import KeepingEngine
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError
-from leadout.runtime import decoder, drafters, held, steps
+from leadout.runtime import decoder, held, steps
 from leadout.runtime.bench import Bench, Totals
 from leadout.runtime.check import answers, check_turns
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import model_drafter
 from leadout.runtime.held import Held, agreement
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.steps import Stepper
 
 HISTORY = [(7 * i) % 11 for i in range(24)]
@@ -211,7 +212,7 @@ MUTANTS = [
            "self._sound = min(self._sound, past)", "pass"),
     Mutant("a branch is text", steps.Stepper, "tree_logits", "self._held.cut(past[0])", "pass"),
     Mutant("the rest of a prompt on the wrong slots", decoder, "prefill", "[held]", "[held + 1]"),
-    Mutant("the draft keeps more", drafters.ModelDrafter, "reset", "[held] *", "[held + 1] *"),
+    Mutant("the draft keeps more", model_drafter.ModelDrafter, "reset", "[held] *", "[held + 1] *"),
     Mutant("few are enough", held.Held, "common", "same >= _LEAST", "True"),
     Mutant("caches are not forgotten", steps.Stepper, "forget", "self._held = Held()", "pass"),
     Mutant("all is read again", steps.Stepper, "resume", "if held >=", "if False and held >="),

@@ -24,10 +24,11 @@ from support_runtime import (
 )
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
-from leadout.runtime import admission, verify
+from leadout.runtime import admission
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.noise import Noise, Purpose
-from leadout.runtime.sampling import Chain, draw
+from leadout.runtime.rules import verify
+from leadout.runtime.rules.noise import Noise, Purpose
+from leadout.runtime.rules.sampling import Chain, draw
 from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12

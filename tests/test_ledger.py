@@ -7,11 +7,12 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import costs, next_length, next_round
 
-from leadout.runtime import decoder, ledger, policy, survey
-from leadout.runtime.costs import Costs
+from leadout.runtime import decoder
+from leadout.runtime.controller import ledger, policy, survey
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.ledger import Ledger
+from leadout.runtime.controller.policy import AutoLength, Pace
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.ledger import Ledger
-from leadout.runtime.policy import AutoLength, Pace
 from leadout.runtime.settings import Settings
 
 

@@ -13,14 +13,14 @@ from test_mutants import Mutant, must_die
 from test_policy import next_length, trained
 
 from leadout.engines.toy import ToyEngine
-from leadout.runtime import cascade as cascade_module
-from leadout.runtime import costs as costs_module
-from leadout.runtime import policy as policy_module
-from leadout.runtime import suffix
-from leadout.runtime.costs import Costs
+from leadout.runtime.controller import cascade as cascade_module
+from leadout.runtime.controller import costs as costs_module
+from leadout.runtime.controller import policy as policy_module
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.free import corrected
-from leadout.runtime.rounds import Round
+from leadout.runtime.drafters import suffix
+from leadout.runtime.drafters.free import corrected
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 
 PERIOD = 29

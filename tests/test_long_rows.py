@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from leadout.errors import EngineError
-from leadout.runtime import buffers, nucleus
-from leadout.runtime.heads import loudest
-from leadout.runtime.noise import Noise
-from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.rules import buffers, nucleus
+from leadout.runtime.rules.heads import loudest
+from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 
 VOCAB = 20_000

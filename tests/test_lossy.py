@@ -12,9 +12,9 @@ from test_laws import rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
-from leadout.runtime import lossy, verify
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.sampling import Chain
+from leadout.runtime.rules import lossy, verify
+from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12

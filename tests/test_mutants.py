@@ -14,8 +14,10 @@ from support_runtime import collect, decode_law, distance, rounded, target_law, 
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import LeadoutError
-from leadout.runtime import buffers, decoder, drafters, judging, noise, sampling, sequence, steps, verify
+from leadout.runtime import decoder, judging, sequence, steps
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import model_drafter
+from leadout.runtime.rules import buffers, noise, sampling, verify
 from leadout.runtime.settings import Settings
 
 PROMPT = [1, 2, 1, 2, 1]
@@ -274,7 +276,7 @@ MUTANTS = [
     Mutant("q not normalised", sampling.Sampler, "propose", "q /= total", "q /= 2 * total"),
     Mutant(
         "q of the logits without the chain",
-        drafters.ModelDrafter,
+        model_drafter.ModelDrafter,
         "_choose",
         "draft.q = [*(draft.q or []), q]",
         "draft.q = [*(draft.q or []), 2.0 ** logits.astype(float) / (2.0 ** logits.astype(float)).sum()]",
@@ -312,14 +314,14 @@ MUTANTS = [
     ),
     Mutant(
         "the draft's cache is not rolled back",
-        drafters.ModelDrafter,
+        model_drafter.ModelDrafter,
         "observe",
         "min(self._valid[place], self._base[place] + accepted)",
         "self._valid[place]",
     ),
     Mutant(
         "the draft's cache counts a token that was never fed",
-        drafters.ModelDrafter,
+        model_drafter.ModelDrafter,
         "observe",
         "min(self._valid[place], self._base[place] + accepted)",
         "self._base[place] + accepted",

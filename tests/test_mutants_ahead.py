@@ -7,7 +7,9 @@ import test_ahead
 import test_ahead_beside
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import ahead, drafters, sampling
+from leadout.runtime import ahead
+from leadout.runtime.drafters import model_drafter
+from leadout.runtime.rules import sampling
 
 
 def rounds_are_the_same(monkeypatch):
@@ -108,15 +110,19 @@ MUTANTS = [
     Mutant("faults are swallowed", A, "_end", "work.exception()", "work.exception() and None"),
     Mutant("the worker is not waited for", A, "_end", "work.exception()", "None"),
     Mutant(
-        "kept tokens are charged", drafters.ModelDrafter, "resume", "self.steps += 1", "self.steps = len(tokens) + 1"
+        "kept tokens are charged",
+        model_drafter.ModelDrafter,
+        "resume",
+        "self.steps += 1",
+        "self.steps = len(tokens) + 1",
     ),
-    Mutant("drafts are begun anew", drafters.ModelDrafter, "_unfed", "*drafted[max(0, known - length) :]", ""),
+    Mutant("drafts are begun anew", model_drafter.ModelDrafter, "_unfed", "*drafted[max(0, known - length) :]", ""),
     Mutant("the slower way is taken", ahead.Worth, "_decide", "with_it < without", "with_it > without"),
     Mutant("slow first calls decide", ahead.Worth, "_decide", "[:-_OUTLIERS]", ""),
     Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.measured())", "self._costs"),
-    Mutant("drafts nobody watched have classes", drafters.ModelDrafter, "resume", "and not kept", ""),
-    Mutant("a resumed draft grows unasked", drafters.ModelDrafter, "resume", "not tokens or", "not self.steps or"),
-    Mutant("kept drafts are certain", drafters.ModelDrafter, "resume", "watch.missed(0, kept)", "pass"),
+    Mutant("drafts nobody watched have classes", model_drafter.ModelDrafter, "resume", "and not kept", ""),
+    Mutant("a resumed draft grows unasked", model_drafter.ModelDrafter, "resume", "not tokens or", "not self.steps or"),
+    Mutant("kept drafts are certain", model_drafter.ModelDrafter, "resume", "watch.missed(0, kept)", "pass"),
     Mutant("all contexts cost alike", ahead.Worth, "_price", "context_bucket(past)", "0"),
 ]
 

@@ -10,7 +10,9 @@ import test_vigil
 from support_runtime import FixedCosts, toy_pair
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import admission, cascade, decoder, free, joint, prices, recycling, suffix, vigil
+from leadout.runtime import admission, decoder
+from leadout.runtime.controller import cascade, joint, prices, vigil
+from leadout.runtime.drafters import free, recycling, suffix
 from leadout.runtime.settings import Settings
 
 

@@ -10,8 +10,11 @@ import test_grammar
 from support_grammar import grammars
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import admission, cascade, drafters, forced, grammar, sampling
+from leadout.runtime import admission, grammar
+from leadout.runtime.controller import cascade
+from leadout.runtime.drafters import forced, model_drafter
 from leadout.runtime.grammars import Grammars
+from leadout.runtime.rules import sampling
 from leadout.runtime.settings import Settings
 
 
@@ -173,7 +176,7 @@ MUTANTS = [
     Mutant("the longest text is the complete one", G, "ending", "return count\n", "continue\n"),
     Mutant("the text is not remembered", G, "extend", "self._text += tokens", "pass"),
     Mutant("a broken matcher stays", G, "_failure", "failed, self._matcher =", "failed, _ ="),
-    Mutant("a draft that cannot go on is an error", drafters.ModelDrafter, "_choose", "and not draft.tokens", ""),
+    Mutant("a draft that cannot go on is an error", model_drafter.ModelDrafter, "_choose", "and not draft.tokens", ""),
     Mutant("what cannot be taken back is compiled", G, "check", "not self._matcher.rollback(1)", "False"),
     Mutant("all ends are one", Grammars, "of", "frozenset(ends))", "frozenset([0]))"),
     Mutant("grammars are compiled for each", Grammars, "of", "if key not in self._kept", "if True"),

@@ -7,8 +7,8 @@ import pytest
 import test_long_rows as whole
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import nucleus, sampling
-from leadout.runtime.sampling import Chain
+from leadout.runtime.rules import nucleus, sampling
+from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
 
 

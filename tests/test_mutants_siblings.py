@@ -7,7 +7,10 @@ import pytest
 import test_siblings
 from test_mutants import Mutant, must_die
 
-from leadout.runtime import admission, cascade, decoder, drafters, family, noise, siblings
+from leadout.runtime import admission, decoder
+from leadout.runtime.controller import cascade
+from leadout.runtime.drafters import family, model_drafter, siblings
+from leadout.runtime.rules import noise
 
 
 def turns(count=40):
@@ -124,9 +127,13 @@ MUTANTS = [
     ),
     Mutant("the first prompt is everybody's", decoder, "prefill", "copy_row(sources[place]", "copy_row(0"),
     Mutant("nothing is copied", decoder, "prefill", "sources[place] != place", "False"),
-    Mutant("the draft's prompt is fed again", drafters.ModelDrafter, "prefill", "len(prompt) for", "0 for"),
+    Mutant("the draft's prompt is fed again", model_drafter.ModelDrafter, "prefill", "len(prompt) for", "0 for"),
     Mutant(
-        "the draft is thought to know more", drafters.ModelDrafter, "prefill", "len(prompt) for", "len(prompt) + 1 for"
+        "the draft is thought to know more",
+        model_drafter.ModelDrafter,
+        "prefill",
+        "len(prompt) for",
+        "len(prompt) + 1 for",
     ),
 ]
 

@@ -20,8 +20,10 @@ from test_trees import test_descending_follows_the_target_s_own_choice as descen
 from test_trees import test_trees_change_nothing as trees_change_nothing
 from test_trees import test_whole_runs_have_the_target_s_law as whole_runs
 
-from leadout.runtime import decoder, judging, lossy, sampling, tree_drafter, trees
-from leadout.runtime.sampling import Chain
+from leadout.runtime import decoder, judging
+from leadout.runtime.drafters import tree_drafter
+from leadout.runtime.rules import lossy, sampling, trees
+from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
 
 

@@ -14,8 +14,9 @@ from leadout.engines.priced import Clock, Priced, Prices
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.engines.wrapped import Wrapped
 from leadout.errors import UsageError
-from leadout.runtime import ahead, bench, cascade, decoder, stats, tune
-from leadout.runtime.costs import Costs
+from leadout.runtime import ahead, bench, decoder, stats, tune
+from leadout.runtime.controller import cascade
+from leadout.runtime.controller.costs import Costs
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper

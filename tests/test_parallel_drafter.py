@@ -10,14 +10,16 @@ from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import drafters, parallel_drafter, policy, steps
+from leadout.runtime import steps
+from leadout.runtime.controller import policy
+from leadout.runtime.controller.policy import Pace
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.drafters import ModelDrafter
-from leadout.runtime.parallel_drafter import ParallelDrafter
-from leadout.runtime.policy import Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime.drafters import model_drafter, parallel_drafter
+from leadout.runtime.drafters.model_drafter import ModelDrafter
+from leadout.runtime.drafters.parallel_drafter import ParallelDrafter
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.vocabulary import VocabularyMap
 
 VOCAB = MASK = 13  # the mask is an id that no text has
@@ -194,7 +196,7 @@ MUTANTS = [
     Mutant("one mask too few", OURS, "_ask", "* (n - self.unmasked)", "* max(0, n - 2)"),
     Mutant("one mask too many", OURS, "_ask", "* (n - self.unmasked)", "* n"),
     Mutant("rows beside get no text", OURS, "_ask", "mine if n else others", "mine"),
-    Mutant("one token is read again for nothing", drafters.ModelDrafter, "_late", "self.lacks", "2"),
+    Mutant("one token is read again for nothing", model_drafter.ModelDrafter, "_late", "self.lacks", "2"),
     Mutant("a step is one token's", OURS, "propose", "self.steps = max(lengths)", "self.steps = 1"),
     Mutant("nobody watches", OURS, "propose", "not watch.more(place)", "False"),
     Mutant("the first is watched", OURS, "propose", "if place and watch", "if watch"),

@@ -7,8 +7,8 @@ import math
 import pytest
 from test_policy import costs, next_length
 
-from leadout.runtime.costs import Costs, Step
-from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.controller.costs import Costs, Step
+from leadout.runtime.controller.policy import AutoLength, Pace
 
 
 def test_a_step_is_plain_once_no_draft_model_has_run_for_a_while():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from leadout.runtime.acceptance import Acceptance
-from leadout.runtime.costs import Costs, context_bucket
-from leadout.runtime.gain import cap, pays
-from leadout.runtime.kinds import GREEDY
-from leadout.runtime.policy import AutoLength, FixedLength, Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime.controller.acceptance import Acceptance
+from leadout.runtime.controller.costs import Costs, context_bucket
+from leadout.runtime.controller.gain import cap, pays
+from leadout.runtime.controller.kinds import GREEDY
+from leadout.runtime.controller.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.controller.rounds import Round
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
-from leadout.runtime.verify import happened
 
 
 def costs(*, per_draft, per_token=0.02, rows=1, plain=1.0):

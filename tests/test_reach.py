@@ -13,12 +13,14 @@ from test_mutants import Mutant, must_die
 from test_policy import costs
 
 from leadout.engines.toy import mixed_law, table_law
-from leadout.runtime import ahead, drafters, policy, reading
+from leadout.runtime import ahead
+from leadout.runtime.controller import policy, reading
+from leadout.runtime.controller.policy import AutoLength, FixedLength, Pace
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.policy import AutoLength, FixedLength, Pace
+from leadout.runtime.drafters import model_drafter
 from leadout.runtime.prefill import ALL
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 
 VOCAB, REACH = 11, 20
 LONG = [(3 * i * i + i) % VOCAB for i in range(60)]
@@ -208,7 +210,7 @@ CHECKS = [
     what_is_read_pays,
     a_decoder_asks_how_far,
 ]
-MODEL = drafters.ModelDrafter
+MODEL = model_drafter.ModelDrafter
 MUTANTS = [
     Mutant("all is read", MODEL, "_skip", "> self._reach", "> 10**9"),
     Mutant(

@@ -9,12 +9,13 @@ from test_mutants import Mutant, must_die
 
 from leadout.engines.priced import Clock, Priced
 from leadout.engines.toy import ToyEngine
-from leadout.runtime import cascade, costs, decoder, policy, prices, stats, tune
-from leadout.runtime.cascade import Cascade, Commons
-from leadout.runtime.costs import Costs
-from leadout.runtime.joint import beside
-from leadout.runtime.policy import AutoLength, Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime import decoder, stats, tune
+from leadout.runtime.controller import cascade, costs, policy, prices
+from leadout.runtime.controller.cascade import Cascade, Commons
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.joint import beside
+from leadout.runtime.controller.policy import AutoLength, Pace
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.settings import Settings
 
 VOCAB = MASK = 13  # the mask is an id that no text has

@@ -15,11 +15,12 @@ from leadout.engines import ort
 from leadout.engines.base import Logits, RowEngine
 from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
-from leadout.runtime import drafters, steps
-from leadout.runtime.confidence import Watch
+from leadout.runtime import steps
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.drafters import model_drafter
+from leadout.runtime.drafters.confidence import Watch
+from leadout.runtime.samples import Sample
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import Sample
 from leadout.runtime.steps import Stepper
 
 C = Shape(windows=(None, 8))
@@ -137,7 +138,7 @@ def test_room_is_made(models: dict[str, Model]) -> None:
 def drafter_of(settings: Settings, prompts: list[list[int]]) -> Any:
     decoder = Decoder(*toy_pair(11))
     drafter = decoder._model
-    assert isinstance(drafter, drafters.ModelDrafter)
+    assert isinstance(drafter, model_drafter.ModelDrafter)
     rows = [decoder._admission.row(i, prompt, settings, Sample(seed=i), (), None) for i, prompt in enumerate(prompts)]
     drafter.reset(rows)
     drafter.prefill(rows)
@@ -194,9 +195,13 @@ MUTANTS = [
     Mutant("a wrapper is gone round", steps, "row_step", 'hasattr(type(engine), "row_logits")', "True"),
     Mutant("no room is made", steps.Stepper, "last_row", "or past + len(piece) > engine.capacity", ""),
     Mutant("no room for drafts", steps.Stepper, "all_logits", "and past[0] + width <= self.engine.capacity", ""),
-    Mutant("what was fed is fed again", drafters.ModelDrafter, "resume", "+= len(pending)", "+= 1"),
+    Mutant("what was fed is fed again", model_drafter.ModelDrafter, "resume", "+= len(pending)", "+= 1"),
     Mutant(
-        "what it makes up for is not told", drafters.ModelDrafter, "resume", "self._begin([row], [pending])", "pass"
+        "what it makes up for is not told",
+        model_drafter.ModelDrafter,
+        "resume",
+        "self._begin([row], [pending])",
+        "pass",
     ),
 ]
 

@@ -14,11 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from leadout.errors import EngineError, UsageError
-from leadout.runtime.drafters import Draft
+from leadout.runtime.drafters.base import Draft
 from leadout.runtime.judging import judge
-from leadout.runtime.noise import Noise, Purpose
 from leadout.runtime.ranges import shown
-from leadout.runtime.sampling import Chain, Sampler, draw
+from leadout.runtime.rules.noise import Noise, Purpose
+from leadout.runtime.rules.sampling import Chain, Sampler, draw
 from leadout.runtime.settings import Settings
 
 VOCAB = 12

@@ -27,17 +27,18 @@ from test_api import PROMPT, make
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import admission, siblings
+from leadout.runtime import admission
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import family as family_module
 from leadout.runtime.bench import Bench
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.family import Family
-from leadout.runtime.noise import Noise, Purpose
+from leadout.runtime.drafters import family as family_module
+from leadout.runtime.drafters.family import Family
+from leadout.runtime.drafters.siblings import SiblingsDrafter
 from leadout.runtime.pair import Request, load
 from leadout.runtime.prefill import prefill
+from leadout.runtime.rules.noise import Noise, Purpose
+from leadout.runtime.samples import Sample, samples
 from leadout.runtime.settings import Settings
-from leadout.runtime.siblings import SiblingsDrafter, samples
 from leadout.runtime.steps import Stepper
 from leadout.scripts.cli import main
 
@@ -231,7 +232,7 @@ def test_rows_of_a_round_know_as_much_of_each_other_whoever_guesses_first(monkey
             seen.append(tuple(each._taken for each in made))
             return super().candidates()
 
-    monkeypatch.setattr("leadout.runtime.cascade.SiblingsDrafter", Spied)
+    monkeypatch.setattr("leadout.runtime.controller.cascade.SiblingsDrafter", Spied)
     texts, stats = answers(3, draft="siblings", max_new_tokens=20)
     rounds = max(each.rounds for each in stats)
     assert len(set(seen)) == rounds, "one state of knowledge a round"
@@ -309,7 +310,7 @@ def test_a_real_pair_answers_several_times(tiny_bundle):
 def test_samples_that_have_no_seed_share_the_one_that_was_drawn():
     given = samples([[1], [2]], 4)
     assert len({each.seed for each in given[:4]}) == 1 and given[0].seed != given[4].seed
-    assert siblings.Sample().seed != siblings.Sample().seed
+    assert Sample().seed != Sample().seed
 
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}

@@ -10,14 +10,15 @@ from test_cascade import cascade, choose
 from test_mutants import Mutant, must_die
 from test_policy import next_round
 
-from leadout.runtime import costs, coverage, drafters, policy, prices, typical
-from leadout.runtime.cascade import Cascade
-from leadout.runtime.costs import Costs, Step
+from leadout.runtime.controller import costs, coverage, policy, prices, typical
+from leadout.runtime.controller.cascade import Cascade
+from leadout.runtime.controller.costs import Costs, Step
+from leadout.runtime.controller.policy import AutoLength, Pace
+from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.policy import AutoLength, Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime.drafters import model_drafter
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import Settings
-from leadout.runtime.verify import happened
 
 
 def measured(*, per_draft, kept, rows=1):
@@ -202,7 +203,7 @@ MUTANTS = [
     Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),
     Mutant(
         "equal prompts are read anew",
-        drafters.ModelDrafter,
+        model_drafter.ModelDrafter,
         "unread",
         "{tuple(row.sequence.tokens[:-1]) for row in rows if self._reads(row)}",
         "[row.sequence.tokens[:-1] for row in rows]",

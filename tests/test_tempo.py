@@ -10,18 +10,18 @@ from test_mutants import Mutant, must_die
 from test_policy import next_length
 
 import leadout
-from leadout.runtime import cascade, costs, policy, prices, tempo, typical
 from leadout.runtime.bench import Bench
-from leadout.runtime.costs import Costs
+from leadout.runtime.controller import cascade, costs, policy, prices, tempo, typical
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.policy import AutoLength, Pace
+from leadout.runtime.controller.rounds import Round
+from leadout.runtime.controller.tempo import Tempo
+from leadout.runtime.controller.typical import KNOWN, Typical
+from leadout.runtime.controller.vigil import Vigil
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.policy import AutoLength, Pace
-from leadout.runtime.rounds import Round
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import Settings
-from leadout.runtime.tempo import Tempo
 from leadout.runtime.tune import Tuner
-from leadout.runtime.typical import KNOWN, Typical
-from leadout.runtime.verify import happened
-from leadout.runtime.vigil import Vigil
 
 STEP, TOKEN, FIRST, MORE, PLAIN = 1.0, 0.1, 0.3, 0.15, 0.9
 

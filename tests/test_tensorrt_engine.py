@@ -24,7 +24,7 @@ from leadout.engines.tensorrt.cuda import Cuda
 from leadout.engines.tensorrt.engine import TensorRTEngine
 from leadout.errors import BundleError, EngineError, UsageError
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.sampling import Chain
+from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
 

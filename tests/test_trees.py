@@ -15,8 +15,8 @@ from test_laws import rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import UsageError
-from leadout.runtime import trees, verify
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.rules import trees, verify
 from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12

@@ -17,12 +17,12 @@ from support_runtime import collect, toy_pair
 
 from leadout.bundle import Bundle, file_entry
 from leadout.errors import BundleError
-from leadout.runtime import tuned
-from leadout.runtime.costs import PARTS, Cost, Costs
+from leadout.runtime.controller import tuned
+from leadout.runtime.controller.costs import PARTS, Cost, Costs
+from leadout.runtime.controller.tempo import Tempo
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
-from leadout.runtime.tempo import Tempo
 from leadout.runtime.tune import Sweep, acceptance, grouped, promise
 from leadout.scripts.cli import main
 

@@ -11,14 +11,14 @@ from test_cascade import cascade, choose
 from test_mutants import Mutant, must_die
 from tokenizers import Tokenizer
 
-from leadout.runtime import cascade as cascade_module
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import kinds, unaided
+from leadout.runtime.controller import cascade as cascade_module
+from leadout.runtime.controller import kinds, unaided
+from leadout.runtime.controller.joint import Plan
+from leadout.runtime.controller.kinds import Kind
+from leadout.runtime.controller.unaided import Unaided
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.joint import Plan
-from leadout.runtime.kinds import Kind
 from leadout.runtime.settings import Settings
-from leadout.runtime.unaided import Unaided
 
 SECONDS = [1.0 + 0.1 * length for length in range(64)]
 PERIOD = [4, 9, 2, 7, 1, 8]

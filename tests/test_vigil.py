@@ -8,15 +8,15 @@ from support_runtime import FixedCosts, toy_pair
 from test_cascade import Fixed, cascade, choose, decode
 
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime.cascade import Commons
+from leadout.runtime.controller.cascade import Commons
+from leadout.runtime.controller.kinds import Kind
+from leadout.runtime.controller.policy import AutoLength, Pace
+from leadout.runtime.controller.vigil import Habit, Vigil
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.family import Family
-from leadout.runtime.free import Calibrated, Record
-from leadout.runtime.kinds import Kind
-from leadout.runtime.policy import AutoLength, Pace
+from leadout.runtime.drafters.family import Family
+from leadout.runtime.drafters.free import Calibrated, Record
+from leadout.runtime.rules.verify import happened
 from leadout.runtime.settings import Settings
-from leadout.runtime.verify import happened
-from leadout.runtime.vigil import Habit, Vigil
 
 
 def asked(vigil, saved, rounds, spent=1.0, chosen=False):

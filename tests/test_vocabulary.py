@@ -16,11 +16,13 @@ from leadout.bundle import Model, ModelEntry, file_entry
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import BundleError, EngineError, ExportError
 from leadout.export.pairing import Vocabulary, match
-from leadout.runtime import decoder, drafters, sampling, tree_drafter, vocabulary
+from leadout.runtime import decoder, vocabulary
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.noise import Noise
-from leadout.runtime.retokenise import Tokenizers
-from leadout.runtime.sampling import Chain, Sampler
+from leadout.runtime.drafters import model_drafter, tree_drafter
+from leadout.runtime.drafters.retokenise import Tokenizers
+from leadout.runtime.rules import sampling
+from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 from leadout.runtime.text import Codec
 from leadout.runtime.vocabulary import VOCABULARY, VocabularyMap
@@ -309,12 +311,13 @@ MUTANTS = [
            "self.ids[self.kept.argmax()]", "self.kept.argmax()"),
     Mutant("the draft is fed the target's ids", vocabulary.VocabularyMap, "tokens",
            "self._inputs[np.asarray(target_ids, np.int64)].tolist()", "list(target_ids)"),
-    Mutant("q over the draft's own ids", drafters.ModelDrafter, "_choose", "self._vocabulary.row(logits)", "logits"),
+    Mutant("q over the draft's own ids", model_drafter.ModelDrafter, "_choose", "self._vocabulary.row(logits)",
+           "logits"),
     Mutant("ties go to the draft's order", vocabulary.VocabularyMap, "__init__", 'np.argsort(outputs, kind="stable")',
            "np.r_[np.flatnonzero(outputs < 0), np.flatnonzero(outputs >= 0)]"),
     Mutant("broken logits are a silence", sampling, "nothing_left", "if not np.isfinite(np.asarray(logits).max())",
            "if 0"),
-    Mutant("a banned vocabulary is an error", drafters.ModelDrafter, "_choose", "self._vocabulary.identical and",
+    Mutant("a banned vocabulary is an error", model_drafter.ModelDrafter, "_choose", "self._vocabulary.identical and",
            "True and"),
     Mutant("no branch is an error", tree_drafter.TreeDrafter, "_grow", "self._vocabulary.identical and", ""),
     Mutant("noise by the draft's order", sampling.Sampler, "_propose_among", "row.size, row.ids)",

@@ -11,11 +11,11 @@ from test_bill import a_pace, spoiled
 from test_mutants import Mutant, must_die
 
 from leadout.runtime import decoder as decoder_module
-from leadout.runtime import policy
-from leadout.runtime.costs import Costs
+from leadout.runtime.controller import policy
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.policy import AutoLength
+from leadout.runtime.controller.prices import Prices
 from leadout.runtime.decoder import Decoder
-from leadout.runtime.policy import AutoLength
-from leadout.runtime.prices import Prices
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
 

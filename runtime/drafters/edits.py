@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..settings import MAX_GUESS_LENGTH
 from .free import Candidate
-from .settings import MAX_GUESS_LENGTH
 
 _FOUND, _ELSEWHERE = 5, 8  # tokens that stood before say what is copied: where nothing is, and where a copy was lost
 _LONGEST = 10  # tokens of a change, old or new: where more have passed, the copy is lost

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitArray, LogitRow, Logits, Tops
+from ...engines.base import LogitArray, LogitRow, Logits, Tops
+from ..grammar import Grammar
+from ..settings import Rule, Settings
+from ..vocabulary import MappedRow
 from . import buffers
-from .grammar import Grammar
 from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
 from .nucleus import nucleus_edge
-from .settings import Rule, Settings
-from .vocabulary import MappedRow
 
 Probs = NDArray[np.float64]
 

@@ -6,15 +6,16 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from ..engines.base import LogitRow, Logits
-from ..errors import UsageError
-from . import sampling, trees
+from ...engines.base import LogitRow, Logits
+from ...errors import UsageError
+from ..rules import sampling, trees
+from ..rules.noise import Purpose
+from ..rules.sampling import Probs, Sampler
+from ..rules.trees import ABSENT, ROOT, path
+from ..sequence import Row
+from .base import Draft
 from .confidence import Watch
-from .drafters import Draft, ModelDrafter
-from .noise import Purpose
-from .sampling import Probs, Sampler
-from .sequence import Row
-from .trees import ABSENT, ROOT, path
+from .model_drafter import ModelDrafter
 
 
 class TreeDrafter(ModelDrafter):

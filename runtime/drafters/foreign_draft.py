@@ -12,19 +12,20 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from ..engines.base import Engine, LogitRow, Logits
-from ..errors import EngineError
+from ...engines.base import Engine, LogitRow, Logits
+from ...errors import EngineError
+from ..held import agreement
+from ..prefill import ALL
+from ..sequence import Row
+from ..steps import Stepper
+from ..vocabulary import VocabularyMap
+from .base import Draft
 from .block_drafter import BlockDrafter
 from .confidence import Watch
-from .drafters import AHEAD, Draft, ModelDrafter
 from .feature_drafter import FeatureDrafter
-from .held import agreement
+from .model_drafter import AHEAD, ModelDrafter
 from .parallel_drafter import ParallelDrafter
-from .prefill import ALL
 from .retokenise import Tokenizers, Transcript
-from .sequence import Row
-from .steps import Stepper
-from .vocabulary import VocabularyMap
 
 
 def model_drafter(stepper: Stepper, vocabulary: VocabularyMap, target: Engine) -> ModelDrafter:

@@ -13,12 +13,12 @@ from typing import cast
 
 import numpy as np
 
-from ..engines.base import Engine, FeatureEngine, Features
-from .drafters import Rereader
-from .prefill import ALL
-from .sequence import Row
-from .steps import Stepper
-from .vocabulary import VocabularyMap
+from ...engines.base import Engine, FeatureEngine, Features
+from ..prefill import ALL
+from ..sequence import Row
+from ..steps import Stepper
+from ..vocabulary import VocabularyMap
+from .model_drafter import Rereader
 
 
 class FeatureDrafter(Rereader):

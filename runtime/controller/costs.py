@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .coverage import PLAIN, PLAIN_KNOWN, Coverage
-from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH
 from .tempo import Tempo
 from .typical import HARDLY, KNOWN, Typical
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from ..engines.base import Logits
+from ...engines.base import Logits
+from ..sequence import Row
+from ..steps import Stepper
+from ..vocabulary import VocabularyMap
+from .base import Draft
 from .confidence import Watch
-from .drafters import Draft, Rereader
-from .sequence import Row
-from .steps import Stepper
-from .vocabulary import VocabularyMap
+from .model_drafter import Rereader
 
 
 class ParallelDrafter(Rereader):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ..engines.base import Logits
+from ...engines.base import Logits
 from .free import Candidate
 
 _CERTAINTY = 3  # a two-bit counter, as in branch prediction: how often in a row the same token came first

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 
-from .settings import MAX_DRAFT_LENGTH
+from ..settings import MAX_DRAFT_LENGTH
 
 _EDGES = (1.2, 1.6, 2.2, 3.2, 5.0)  # tokens that the best guess of a round promises
 CLASSES = len(_EDGES) + 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .settings import MAX_DRAFT_LENGTH
-from .verify import Outcomes
+from ..rules.verify import Outcomes
+from ..settings import MAX_DRAFT_LENGTH
 
 _FIRST = 0.7
 PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds' worth of belief in what is known otherwise: at first, in the end

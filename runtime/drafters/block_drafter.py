@@ -12,10 +12,10 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from ..engines.base import BLOCK, PADDING, Features
+from ...engines.base import BLOCK, PADDING, Features
+from ..sequence import Row
 from .feature_drafter import FeatureDrafter
 from .parallel_drafter import ParallelDrafter
-from .sequence import Row
 
 
 class BlockDrafter(FeatureDrafter, ParallelDrafter):

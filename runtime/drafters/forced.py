@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..grammar import Grammar
 from .free import Candidate
-from .grammar import Grammar
 
 
 class ForcedDrafter:

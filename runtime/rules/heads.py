@@ -8,8 +8,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engines.base import LogitArray, LogitRow, Tokens
-from ..errors import EngineError, LeadoutError, UsageError
+from ...engines.base import LogitArray, LogitRow, Tokens
+from ...errors import EngineError, LeadoutError, UsageError
 from .noise import gumbel
 
 _SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + its size

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from .text import CONTEXT_IDS
+from ..text import CONTEXT_IDS
 
 _TAIL = 256  # characters that are cut anew each round, at least; what is before them is settled
 _ANCHOR = 48  # characters of context, at least, from which a tokenizer cuts as in the middle of a text

@@ -6,22 +6,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from ..drafters.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
+from ..drafters.free import Calibration
+from ..prefill import ALL
+from ..rules.verify import Outcomes
+from ..settings import MAX_DRAFT_LENGTH
 from .acceptance import PRIOR_WEIGHT, Acceptance
 from .bill import TRIAL, Bill
-from .confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from .costs import Costs
-from .free import Calibration
 from .gain import BY_DRAFTS, pays, worth
 from .kinds import GREEDY, Kind
 from .ledger import Ledger
-from .prefill import ALL
 from .prices import Prices
 from .reading import Reading
 from .rest import Rest
 from .rounds import Round, Why
-from .settings import MAX_DRAFT_LENGTH
 from .survey import Survey
-from .verify import Outcomes
 
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16

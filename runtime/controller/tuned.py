@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ..bundle import MANIFEST, Bundle, parse, read_json
-from ..errors import BundleError, shown
+from ...bundle import MANIFEST, Bundle, parse, read_json
+from ...errors import BundleError, shown
+from ..ranges import integer
+from ..settings import MAX_GUESS_LENGTH
 from .costs import PARTS, Cost
-from .ranges import integer
-from .settings import MAX_GUESS_LENGTH
 
 FORMAT = 2
 TUNED = "tuned.json"

@@ -3,8 +3,8 @@ several rounds at once, for that takes its time and costs change slowly."""
 
 from __future__ import annotations
 
+from ..settings import MAX_GUESS_LENGTH
 from .costs import UNKNOWN, Costs
-from .settings import MAX_GUESS_LENGTH
 
 _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something else

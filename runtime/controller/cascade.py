@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
-from ..engines.base import Logits
+from ...engines.base import Logits
+from ..drafters.edits import EditedCopy
+from ..drafters.family import Family
+from ..drafters.forced import ForcedDrafter
+from ..drafters.free import Calibrated, FreeDrafter, NgramDrafter, Record, corrected
+from ..drafters.recycling import RecyclingDrafter, Successors
+from ..drafters.siblings import SiblingsDrafter
+from ..drafters.suffix import EarlierTexts, OwnText, SuffixPool
+from ..grammar import Grammar
+from ..settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .easiness import Easiness
-from .edits import EditedCopy
-from .family import Family
-from .forced import ForcedDrafter
-from .free import Calibrated, FreeDrafter, NgramDrafter, Record, corrected
 from .gain import BY_GUESSES, pays, worth
-from .grammar import Grammar
 from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
-from .recycling import RecyclingDrafter, Successors
 from .rounds import Round
-from .settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
-from .siblings import SiblingsDrafter
-from .suffix import EarlierTexts, OwnText, SuffixPool
 from .unaided import Unaided, replayed
 from .vigil import Habit, Vigil
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..engines.base import LogitRow
+from ...engines.base import LogitRow
+from ..rules.verify import Outcomes
 from .free import Calibration
-from .verify import Outcomes
 
 _EDGES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 # What each class begins with: a middling draft's. A sampled token may be right without being the likeliest.
