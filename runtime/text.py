@@ -5,7 +5,7 @@ Torch-free: the ``tokenizers`` library alone. Special tokens are read in a promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -40,11 +40,16 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return decoded(self.tokenizer, token_ids)
 
     def vocab_size(self) -> int:
         """One more than the largest id this tokenizer can give."""
         return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """As ``Codec.decode``."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class Spelling:
@@ -55,30 +60,31 @@ class Spelling:
     stands here, and what cannot be read together with it is read alone.
     """
 
-    def __init__(self, codec: Codec, context: Sequence[int]) -> None:
-        """``context`` are the last ids before, of which nothing is said but a character that they leave unfinished."""
-        self._codec = codec
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
+        """``decode`` as a Codec's; ``context`` are the last ids before, of which nothing is said but a character that
+        they leave unfinished."""
+        self._decode = decode
         settled = len(context)
-        while settled and codec.decode(context[:settled]).endswith(_UNFINISHED):
+        while settled and decode(context[:settled]).endswith(_UNFINISHED):
             settled -= 1
         self._ids = list(context)  # those that were said last, and behind them those that were not
-        self._said, self._text = settled, codec.decode(context[:settled])
+        self._said, self._text = settled, decode(context[:settled])
         self._before = self._alone()  # what the context leaves unfinished, as it looks where nothing finishes it
 
     def next(self, token_id: int) -> str:
         """What ``token_id`` completes; nothing while it leaves a character unfinished."""
         self._ids.append(token_id)
-        text = self._codec.decode(self._ids)
+        text = self._decode(self._ids)
         if text == self._text or text.endswith(_UNFINISHED):  # a special token, or there is more to come
             return ""
         new = self._beyond(text)
         del self._ids[: self._said]
-        self._said, self._text, self._before = len(self._ids), self._codec.decode(self._ids), ""
+        self._said, self._text, self._before = len(self._ids), self._decode(self._ids), ""
         return new
 
     def rest(self) -> str:
         """What no token completed, an unfinished character as U+FFFD."""
-        return self._beyond(self._codec.decode(self._ids))
+        return self._beyond(self._decode(self._ids))
 
     def _beyond(self, text: str) -> str:
         """What ``text``, that of all ids, adds to what was said."""
@@ -86,7 +92,7 @@ class Spelling:
         return new[agreement(new, self._before) :]
 
     def _alone(self) -> str:
-        return self._codec.decode(self._ids[self._said :])
+        return self._decode(self._ids[self._said :])
 
 
 def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
@@ -111,7 +117,7 @@ class TextStream:
         """``stop``: non-empty strings; one completed within the first ``min_tokens`` tokens does not count."""
         self._codec = codec
         self._context = context_of(codec, prompt)
-        self._spelling = Spelling(codec, self._context)
+        self._spelling = Spelling(codec.decode, self._context)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -153,7 +159,7 @@ class TextStream:
             if count < len(self._ends):
                 del self._ends[count:]
                 self._text = self._text[: self._ends[-1] if self._ends else 0]
-                self._spelling = Spelling(self._codec, self._context)
+                self._spelling = Spelling(self._codec.decode, self._context)
                 for token_id in self._ids[: len(self._ends)]:
                     self._spelling.next(token_id)
             self._stop_at = None  # its last character came with the last token

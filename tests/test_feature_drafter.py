@@ -198,6 +198,27 @@ def test_whoever_drafts_beside_it_the_text_is_the_target_s(kind, draft):
         assert texts == collect(plain.decode([(prompt, Settings(max_new_tokens=80, draft="none"))]), 1)[0]
 
 
+@pytest.mark.parametrize("kind", [Laws, BlockLaws])
+def test_prompts_of_every_length_are_read(kind):
+    """Steps of 33, 49, ... tokens are padded by one, and so is what they are read beside."""
+    laws = kind(VOCAB)
+    made = Decoder(laws.target(), laws.head(), costs=FixedCosts())
+    plain = Decoder(laws.target(), None)
+    for length in (*range(33, 37), *range(49, 53), 67):
+        prompt = [(7 * place + length) % VOCAB for place in range(length)]
+        texts, _ = collect(made.decode([(prompt, Settings(max_new_tokens=6, draft="model", draft_length=3))]), 1)
+        assert texts == collect(plain.decode([(prompt, Settings(max_new_tokens=6, draft="none"))]), 1)[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_of_a_prompt_of_one_token_there_is_nothing_to_read(rows):
+    """A head begins with a text's second token: what the first text takes to read says nothing."""
+    made = Decoder(LAWS.target(), LAWS.head())
+    for prompt in ([5], [5, 6, 7], LONG):
+        texts, _ = collect(made.decode([(prompt, Settings(max_new_tokens=8))] * rows), rows)
+        assert len(texts[0]) == 8
+
+
 def test_siblings_read_one_prompt():
     made = Decoder(*pair(), costs=FixedCosts())
     settings = Settings(max_new_tokens=20, draft="model", draft_length=3, temperature=1.0, seed=5)

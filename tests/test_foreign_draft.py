@@ -117,6 +117,17 @@ def test_what_the_draft_writes_becomes_the_target_s_own_tokens(
     assert transcript.drafted([]) == []
 
 
+def test_a_broken_byte_behind_a_byte_is_read_as_one() -> None:
+    """Where a tokenizer has bytes to fall back on, a run of them is broken as a whole for one that is."""
+    target, draft = sentence_piece(400), byte_level(330)
+    transcript = Transcript(Tokenizers(target, draft))
+    tokens = [target.token_to_id(token) for token in ("e", "<0x0A>", "<0xF0>", "e", "<0x0A>", "e")]
+    for end in range(1, len(tokens) + 1):
+        transcript.take(tokens[:end])
+        assert transcript.whole == (end != 3)
+    assert draft.decode(transcript.own) == "e\n\ufffde\ne"
+
+
 def test_special_tokens_of_the_target_are_no_text(target_tokenizer: Tokenizer) -> None:
     transcript = Transcript(Tokenizers(target_tokenizer, byte_level(330)))
     transcript.take([0])

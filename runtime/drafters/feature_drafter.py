@@ -47,7 +47,7 @@ class FeatureDrafter(Rereader):
 
     def _features(self, widths: Items[int], past: Items[int], width: int) -> Features:
         """What a step is read beside, [B, width, D], whose row b brings ``widths[b]`` tokens on ``past[b]``."""
-        if len(widths) == 1:
+        if len(widths) == 1 and widths[0] == width:
             return self._of(self._places[0] if self._places else 0, past[0], widths[0])[None]
         features = np.zeros((len(widths), width, self._head.spec.features), np.float32)
         for b, (count, start) in enumerate(zip(widths, past, strict=True)):

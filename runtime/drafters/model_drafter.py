@@ -62,7 +62,7 @@ class ModelDrafter:
 
     def unread(self, rows: Items[Row]) -> int:
         prompts = {tuple(row.sequence.tokens[:-1]) for row in rows if self._reads(row)}  # equal ones are read once
-        return sum(min(len(prompt) - self._known(0), self._reach) for prompt in prompts)
+        return sum(max(0, min(len(prompt) - self._known(0), self._reach)) for prompt in prompts)
 
     def forget(self) -> None:
         self._stepper.forget()

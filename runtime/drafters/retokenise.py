@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
-from ..text import CONTEXT_IDS
+from ..text import CONTEXT_IDS, Spelling, decoded
 
 _TAIL = 256  # characters that are cut anew each round, at least; what is before them is settled
 _ANCHOR = 48  # characters of context, at least, from which a tokenizer cuts as in the middle of a text
@@ -30,7 +29,7 @@ class Transcript:
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         self._tokenizers = tokenizers
-        self._decode = DecodeStream(skip_special_tokens=True)
+        self._spelling = Spelling(lambda ids: decoded(tokenizers.target, ids), ())
         self._special = special_ids(tokenizers.target)
         self._settled = opening(tokenizers.draft)
         self._seen = 0
@@ -43,9 +42,9 @@ class Transcript:
         if len(tokens) == self._seen:
             return
         for token in tokens[self._seen :]:
-            piece = self._decode.step(self._tokenizers.target, token)
-            self._tail += piece or ""
-            self.whole = piece is not None or (token in self._special and self.whole)
+            piece = self._spelling.next(token)
+            self._tail += piece
+            self.whole = piece != "" or (token in self._special and self.whole)
         self._seen = len(tokens)
         if len(self._tail) > 2 * _TAIL:
             self._settle()
@@ -60,8 +59,8 @@ class Transcript:
         """The target's tokens of what the draft wrote in ``own`` ids after the text; an unfinished character is left
         out (2502.05202, algorithm 2: with look-back, for tokens depend on what is before them)."""
         before = [*self.own[-CONTEXT_IDS:]]
-        head = self._tokenizers.draft.decode(before, skip_special_tokens=True)
-        new = self._tokenizers.draft.decode([*before, *own], skip_special_tokens=True)[len(head) :].rstrip("\ufffd")
+        head = decoded(self._tokenizers.draft, before)
+        new = decoded(self._tokenizers.draft, [*before, *own])[len(head) :].rstrip("\ufffd")
         return continuation(self._tokenizers.target, _anchor(self._anchor + self._tail), new) if new else []
 
     def _settle(self) -> None:
