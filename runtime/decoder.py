@@ -208,7 +208,10 @@ class Decoder:
     def _begin(self, rows: list[Row], clock: Stopwatch) -> Round:
         clock.resume()
         if clock.epoch != self._epoch:
-            raise UsageError("this decode was ended by a later one of the same decoder; start it again")
+            raise UsageError(
+                "this answer was ended by a later one of the same pair; take one to its end before the next (of several"
+                " threads the one that holds the pair's turn has it to itself)"
+            )
         past = sum(row.sequence.cached for row in rows) // len(rows)
         return self._pace.tick(len(rows), past, lambda: self._drafting.behind(rows) if self._drafting else 0)
 

@@ -37,7 +37,8 @@ class Pair:
     """A target, perhaps a draft, and a tokenizer, ready to write. A context manager.
 
     One answer (or batch) at a time: a new call ends a stream that was not taken to its end. Threads that share a pair
-    wait for each other, in ``generate`` for the whole call.
+    wait for each other, in ``generate`` for the whole call, in ``stream`` and ``answers`` for a round; ``with pair.turn``
+    around one keeps the others waiting to its end.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Pair:
             draft_ahead=draft_ahead,
             grammars=self.grammars,
         )
+        self.turn = self.decoder.turn  # a lock: whoever of several threads holds it has the pair to itself
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -99,7 +101,7 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        with self.decoder.turn:
+        with self.turn:
             found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
         if n is None:
@@ -218,7 +220,7 @@ class Pair:
 
     def close(self) -> None:
         """Release both models, and what is remembered. Calling it twice is fine."""
-        with self.decoder.turn:
+        with self.turn:
             self.forget()
             self.target.close()
             if self.draft is not None:

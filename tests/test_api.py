@@ -175,6 +175,18 @@ def test_threads_that_share_a_pair_wait_for_each_other(pair: Pair, monkeypatch: 
         assert running.result() == wanted[0]
 
 
+def test_a_stream_that_holds_the_turn_is_taken_to_its_end(pair: Pair) -> None:
+    prompts = [PROMPT, PROMPT[:3], "import os", PROMPT]
+    wanted = [pair.generate(prompt, max_new_tokens=30).token_ids for prompt in prompts]
+
+    def streamed(prompt: str) -> list[int]:
+        with pair.turn:
+            return [token_id for piece in pair.stream(prompt, max_new_tokens=30) for token_id in piece.token_ids]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(streamed, prompts)) == wanted
+
+
 @pytest.mark.parametrize("draft", ["model", "ngram", "none"])
 def test_a_stop_string_cuts_text_and_ids_alike_for_every_draft(pair: Pair, draft: str) -> None:
     free = pair.generate(PROMPT, max_new_tokens=30, draft="none")
