@@ -37,8 +37,8 @@ class Pair:
     """A target, perhaps a draft, and a tokenizer, ready to write. A context manager.
 
     One answer (or batch) at a time: a new call ends a stream that was not taken to its end. Threads that share a pair
-    wait for each other, in ``generate`` for the whole call, in ``stream`` and ``answers`` for a round; ``with pair.turn``
-    around one keeps the others waiting to its end.
+    wait for each other, in ``generate`` for the whole call, in ``stream`` and ``answers`` for a round: ``pair.turn``,
+    held around one, keeps the others waiting to its end.
     """
 
     def __init__(
