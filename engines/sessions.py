@@ -7,6 +7,7 @@ from typing import Any
 
 from ..bundle import Model
 from ..errors import EngineError
+from .declared import require_declared
 from .pages import Pages
 from .providers import open_session
 
@@ -28,12 +29,16 @@ class Sessions:
 
     def open(self, variant: str, *, branching: bool = False) -> Any:
         """The session of a variant, of which the steps of trees (``branching``) are not recorded. Without CUDA graphs,
-        for good, where one that has them cannot be opened. Raises EngineError where none can."""
+        for good, where one that has them cannot be opened. Raises EngineError where none can, BundleError for one that
+        the manifest does not describe."""
         which = variant, self.graphs and not branching
         if which not in self.kept:
             try:
+                path = self._model.path(variant)
                 with self.pages.opening():
-                    self.kept[which] = open_session(self._model.path(variant), graphs=which[1], **self._how)
+                    session = open_session(path, graphs=which[1], **self._how)
+                require_declared(self._model.entry, session, f"{self._model.folder.name}/{path.name}")
+                self.kept[which] = session
             except EngineError as error:
                 if not which[1]:
                     raise

@@ -24,6 +24,9 @@ from .vocabulary import VocabularyMap
 
 _EACH = 5  # rounds of each draft length, at least
 _CONTEXT_TOKENS = 64  # new tokens on each longer context
+# How much faster than the fastest plain decode the pair's own steps without drafts may seem, which are no faster, and
+# how far a promise may be off what was then observed: beyond that other work was measured along with the pair's.
+_MOST_UNDRAFTED, _MOST_OFF = 1.3, 0.3
 
 
 class EachInTurn(FixedLength):
@@ -252,6 +255,19 @@ def held(found: Promise, tuner: Tuner, prompts: Group) -> dict[str, Any]:
         "unaccounted": seen["unaccounted"],
         "auto": tuner.observe(prompts, found.rows, draft="auto", draft_length="auto")["speedup"],
     }
+
+
+def doubt(report: dict[str, Any]) -> str:
+    """Why the costs of ``report`` are not to be believed; empty where they may be."""
+    for rows, each in report["batch_sizes"].items():
+        if each["predicted"][0] > _MOST_UNDRAFTED:
+            return (
+                f"{rows} at once: without drafts the pair seemed {each['predicted'][0]:.2f} times as fast as plain"
+                " decoding, which is the same"
+            )
+        if abs(each["off"]) > _MOST_OFF:
+            return f"{rows} at once: what was observed is {each['off']:+.0%} off what was measured before"
+    return ""
 
 
 def _as_report(found: Promise) -> dict[str, Any]:

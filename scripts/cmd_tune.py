@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
+from ..errors import BundleError, UsageError
 from .cmd_bench import bare_target, chosen, progress
 from .options import BUNDLE, ENGINE, PROMPT_LINES, options, prompt_ids
 
@@ -66,11 +66,11 @@ def command(
 
     Prints the speedup to expect for each draft length and number of prompts at once, beside what was observed. The
     costs are kept in BUNDLE/tuned.json, where `leadout generate` starts from them; on a CPU only, for other devices
-    have no name here.
+    have no name here, and not where they do not hold together, because other work ran beside.
     """
     from ..runtime.controller import tuned
     from ..runtime.pair import load
-    from ..runtime.tune import tune
+    from ..runtime.tune import doubt, tune
 
     if limit < 1 or context < 1:
         raise UsageError("--limit and --context must be at least 1")
@@ -83,10 +83,17 @@ def command(
         plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
         options = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
-        if save and {device.provider, device.draft_provider} == {"cpu"}:
-            report["saved"] = str(tuned.write(pair.bundle, device, costs))
-    report["source"] = source
+        report["source"], failed = source, None
+        if reason := doubt(report):
+            report["note"] = f"{reason}: other work ran here, or too few tokens; measure again"
+        elif save and {device.provider, device.draft_provider} == {"cpu"}:
+            try:
+                report["saved"] = str(tuned.write(pair.bundle, device, costs))
+            except BundleError as error:  # the report took minutes: it is shown before that is said
+                failed = error
     click.echo(json.dumps(report) if as_json else "\n".join(table(report)))
+    if failed is not None:
+        raise failed
 
 
 @contextlib.contextmanager
@@ -121,6 +128,8 @@ def table(report: dict[str, Any]) -> list[str]:
         text.append(f"{length:>8}" + "".join(cell(each, length) for each in found.values()))
     for rows, each in found.items():
         text += ["", *verdict(rows, each, report["drafts"][rows])]
+    if "note" in report:
+        return [*text, "", f"not kept: {report['note']}"]
     return [*text, "", f"kept in {report['saved']}" if "saved" in report else "not kept"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support_graphs import BRANCHING, LOWERINGS, Shape, fused_is_even, reference, tokens, write
 
-from leadout.bundle import Model
+from leadout.bundle import CacheShape, Model, ModelEntry, Recurrence
 from leadout.engines import memory, open_engine, ort, ort_step, providers, variants
 from leadout.engines.base import EVEN, ONE_ROW, EvenEngine
 from leadout.engines.memory import bucket
@@ -54,6 +54,31 @@ def test_it_computes_the_model_and_picks_its_variant(engine: SlotEngine) -> None
     engine.reset(2)
     assert engine.variant == "grouped" and engine.batch == 2 and engine.spec.narrowest == 2
     assert np.abs(engine.forward(np.repeat(row, 2, 0), at(0, 0))[1] - reference(C, row[0])).max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda entry: {"cache": entry.cache[:-1]}, "it says nothing of past_key_values.1.key, which the graph has"),
+        (lambda entry: {"cache": entry.cache * 2}, "it says there is past_key_values.2.key, the graph has none"),
+        (
+            lambda entry: {"cache": (CacheShape(7, 5, 5),) * 2},
+            "it says past_key_values.0.key is of 7 x 5, the graph has",
+        ),
+        (lambda entry: {"features": 10}, "it says there is features, the graph has none"),
+        (lambda entry: {"recurrence": Recurrence(9, 1, (4,))}, "it says there is past_trail.0, the graph has none"),
+        (lambda entry: {"vocab_size": 5}, "it says logits is of 5, the graph has"),
+    ],
+    ids=["fewer layers", "more layers", "other heads", "features", "trails", "vocabulary"],
+)
+def test_a_graph_that_the_manifest_does_not_describe_is_refused(
+    models: dict[str, Model], change: Callable[[ModelEntry], dict[str, Any]], said: str
+) -> None:
+    model = models["fp32"]
+    other = dataclasses.replace(model, entry=dataclasses.replace(model.entry, **change(model.entry)))
+    with pytest.raises(BundleError, match=r"leadout\.json does not describe .*model.*onnx") as error:
+        SlotEngine(other)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("variant", ["canonical", *LOWERINGS])

@@ -23,7 +23,7 @@ from leadout.runtime.controller.tempo import Tempo
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
-from leadout.runtime.tune import Sweep, acceptance, grouped, promise
+from leadout.runtime.tune import Sweep, acceptance, doubt, grouped, promise
 from leadout.scripts.cli import main
 
 HERE = platform.processor() or platform.machine()
@@ -216,8 +216,37 @@ def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp
     assert not (bundle / tuned.TUNED).exists()
 
 
+def test_costs_that_do_not_hold_together_are_not_believed() -> None:
+    def report(undrafted: float, off: float) -> dict[str, Any]:
+        return {"batch_sizes": {1: {"predicted": [1.0, 2.0], "off": 0.1}, 4: {"predicted": [undrafted], "off": off}}}
+
+    assert doubt(report(1.1, -0.2)) == doubt(report(0.6, 0.2)) == ""
+    assert doubt(report(3.55, 0.0)).startswith("4 at once: without drafts the pair seemed 3.55 times as fast as plain")
+    for off in (-0.755, 1.696):
+        assert f"observed is {off:+.0%} off" in doubt(report(1.0, off))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_report_is_shown_whatever_becomes_of_its_costs(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    each = {"predicted": [1.0, 2.0], "best_length": 1, "observed": 2.0, "off": 0.0 if kept else -0.5, "auto": 2.0}
+    each |= {"tokens_rest": 0.0, "time_rest": 0.0}
+    report = {"batch_sizes": {1: each}, "drafts": {1: {"the bundle's own": each}}, "prompts": 1}
+    monkeypatch.setattr("leadout.runtime.tune.tune", lambda *_, **__: (dict(report), COSTS))
+    (bundle / f".{tuned.TUNED}.{os.getpid()}.partial").mkdir()  # it cannot be written
+    result = run("tune", bundle, "--limit", 1)
+    assert "draft auto, the default, at 2.00" in result.stdout
+    if kept:
+        assert result.exit_code == BundleError.exit_code and "--no-save" in result.stderr
+    else:
+        assert result.exit_code == 0 and "not kept: 1 at once: what was observed is -50% off" in result.stdout
+    assert ("note" in json.loads(run("tune", bundle, "--limit", 1, "--json").stdout)) != kept
+
+
 @pytest.mark.slow
-def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path) -> None:
+def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leadout.runtime.tune.doubt", lambda report: "")  # other tests run beside this one
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in ("x = 1", "def f(")), encoding="utf-8")
     options = ["--prompts", path, "--batch-sizes", "1,2", "--max-new-tokens", 24, "--context", 128, "--threads", 1]
