@@ -11,7 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from leadout.runtime.drafters import suffix
-from leadout.runtime.drafters.free import Calibrated, NgramDrafter, Record
+from leadout.runtime.drafters.free import Calibrated, Record
+from leadout.runtime.drafters.ngram import NgramDrafter
 from leadout.runtime.drafters.recycling import RecyclingDrafter, Successors
 from leadout.runtime.drafters.suffix import Cursor, EarlierTexts, OwnText, SuffixAutomaton, SuffixPool
 

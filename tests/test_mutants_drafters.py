@@ -12,7 +12,7 @@ from test_mutants import Mutant, must_die
 
 from leadout.runtime import admission, decoder
 from leadout.runtime.controller import cascade, joint, prices, vigil
-from leadout.runtime.drafters import free, recycling, suffix
+from leadout.runtime.drafters import free, ngram, recycling, suffix
 from leadout.runtime.settings import Settings
 
 
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant("a text is taken in twice", suffix.OwnText, "take", "self._taken = len(tokens)", "pass"),
     Mutant("a row's text grows for ever", suffix.OwnText, "take", "== self._window", "== -1"),
     Mutant("the older generation stands still", suffix.OwnText, "take", "self._older.step(tokens[at])", "pass"),
-    Mutant("a period ends with the text", free.NgramDrafter, "candidates", "i % period", "i"),
+    Mutant("a period ends with the text", ngram.NgramDrafter, "candidates", "i % period", "i"),
     Mutant("guesses behind a miss are counted", free.Calibrated, "score", "break", "continue"),
     Mutant("every guess was right", free.Calibrated, "score", "guessed == token)", "True)"),
     Mutant("survivals do not multiply", free.Calibrated, "look", "survival *= rates", "survival = rates"),

@@ -12,7 +12,8 @@ from ...engines.base import Logits
 from ..drafters.edits import EditedCopy
 from ..drafters.family import Family
 from ..drafters.forced import ForcedDrafter
-from ..drafters.free import Calibrated, FreeDrafter, NgramDrafter, Record, corrected
+from ..drafters.free import Calibrated, FreeDrafter, Record, corrected
+from ..drafters.ngram import NgramDrafter
 from ..drafters.recycling import RecyclingDrafter, Successors
 from ..drafters.siblings import SiblingsDrafter
 from ..drafters.suffix import EarlierTexts, OwnText, SuffixPool
