@@ -39,7 +39,9 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f".cmd_{cmd_name}", __package__).command
-        for option in command.params:  # variables are named as options are, whatever a function calls them
+        # Variables are named as options are, whatever a function calls them; with a prefix of click's own,
+        # LEADOUT_VERSION would be one for --version.
+        for option in command.params:
             if isinstance(option, click.Option):
                 flag = max(option.opts, key=len)
                 option.envvar = f"LEADOUT_{cmd_name}_{flag.lstrip('-').replace('-', '_')}".upper()
@@ -178,7 +180,7 @@ def send(number: int) -> None:
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LEADOUT"},
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog='Completion: eval "$(_LEADOUT_COMPLETE=bash_source leadout)" (or zsh_source, fish_source).',
 )
 @click.version_option(__version__, prog_name="leadout")

@@ -1,0 +1,34 @@
+"""What a command finds around it: variables of its environment, standard input, a terminal, odd names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+
+import leadout
+from leadout.scripts.cli import COMMANDS, main
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("value", ["0.1.0", "1"])
+def test_a_variable_that_names_a_version_asks_for_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADOUT_VERSION", value)
+    result = run("doctor", "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["python"]
+
+
+def test_the_package_is_a_program_and_completes_commands() -> None:
+    program = [sys.executable, "-m", "leadout"]
+    done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"leadout, version {leadout.__version__}\n"
+    environment = os.environ | {"_LEADOUT_COMPLETE": "bash_complete", "COMP_WORDS": "leadout ", "COMP_CWORD": "1"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == set(COMMANDS)
