@@ -17,6 +17,7 @@ from .held import agreement
 # character.
 CONTEXT_IDS = 8
 _UNFINISHED, _LONGEST_CHARACTER = "\ufffd", 4  # bytes
+_MANY_IDS = 16  # that wait: more than a character has
 
 
 class Codec:
@@ -32,6 +33,8 @@ class Codec:
             raise BundleError(f"{path} is missing; copy the whole bundle or export it again") from None
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        self._special = {None, *(token.content for token in added if token.special)}
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance), unless the text
@@ -41,6 +44,10 @@ class Codec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether ``decode`` leaves ``token_id`` out, wherever it stands: a special token, or an id of no token."""
+        return self.tokenizer.id_to_token(token_id) in self._special
 
     def vocab_size(self) -> int:
         """One more than the largest id this tokenizer can give."""
@@ -67,23 +74,55 @@ class Spelling:
 
     def next(self, token_id: int) -> str:
         """What ``token_id`` completes; nothing while it leaves a character unfinished."""
+        if self._codec.is_silent(token_id):
+            return ""
         self._ids.append(token_id)
         text = self._codec.decode(self._ids)
-        if text == self._text or text.endswith(_UNFINISHED):  # a special token, or there is more to come
-            return ""
-        new = self._beyond(text)
+        if text == self._text or text.endswith(_UNFINISHED):  # there is more to come
+            return "" if (len(self._ids) - self._said) % _MANY_IDS else self._settle()
+        new = self._say(self._beyond(self._ids))
         del self._ids[: self._said]
         self._said, self._text, self._before = len(self._ids), self._codec.decode(self._ids), ""
         return new
 
     def rest(self) -> str:
         """What no token completed, an unfinished character as U+FFFD."""
-        return self._beyond(self._codec.decode(self._ids))
+        return self._say(self._beyond(self._ids))
 
-    def _beyond(self, text: str) -> str:
-        """What ``text``, that of all ids, adds to what was said."""
-        new = text[len(self._text) :] if text.startswith(self._text) else self._alone()
-        return new[agreement(new, self._before) :]
+    def _settle(self) -> str:
+        """What no token to come can change of many ids that wait; the last few of them wait on, so that no step reads
+        all of them again.
+
+        Those few must read as they do behind the others, wherever within a character's length they end: then so does
+        what follows them. (They do not where they would be whole characters but for a broken byte before them, which
+        breaks a whole run; one id more or less begins within a character.)
+        """
+        ends = range(len(self._ids), len(self._ids) - _LONGEST_CHARACTER, -1)
+        whole = [self._beyond(self._ids[:end]) for end in ends]
+        for count in range(CONTEXT_IDS, CONTEXT_IDS + _LONGEST_CHARACTER):
+            at = len(self._ids) - count
+            parts = [self._codec.decode(self._ids[at:end]) for end in ends]
+            same = agreement(whole[-1][::-1], parts[-1][::-1])
+            said, read = len(whole[-1]) - same, len(parts[-1]) - same
+            new = whole[0][:said]
+            if same and all(
+                text.startswith(new) and text[said:] == part[read:] for text, part in zip(whole, parts, strict=True)
+            ):
+                del self._ids[:at]
+                self._said, self._text = 0, parts[0][:read]
+                return self._say(new)
+        return ""
+
+    def _beyond(self, ids: Sequence[int]) -> str:
+        """What the text of ``ids``, the last ones perhaps left out, adds to what was said."""
+        text = self._codec.decode(ids)
+        return text[len(self._text) :] if text.startswith(self._text) else self._codec.decode(ids[self._said :])
+
+    def _say(self, new: str) -> str:
+        """``new`` without what the context left of it; what is said next may begin with the rest of that."""
+        known = agreement(new, self._before)
+        self._before = self._before[known:] if known == len(new) else ""
+        return new[known:]
 
     def _alone(self) -> str:
         return self._codec.decode(self._ids[self._said :])
