@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,18 @@ def command(
 
 def check_lines(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: int = 1) -> None:
     """Raise UsageError or ContextError for what cannot be answered, before anything runs: the options, or a line, which
-    is named."""
+    is named. One whose prompt stands in another, too, is asked for twice: answers to it may draft from each other."""
     from ..runtime.pair import Request
 
     pair.settings(settings)
+    prompts = []
     for line in lines:
         with named(line.where):
-            pair.answers([Request(line.prompt, **line.settings)], n=n, **settings)
+            prompts.append(tuple(pair.token_ids(line.prompt)))
+    counts = Counter(prompts)
+    for line, prompt in zip(lines, prompts, strict=True):
+        with named(line.where):
+            pair.answers([Request(line.prompt, **line.settings)] * min(counts[prompt], 2), n=n, **settings)
 
 
 def write_stream(stream: Stream) -> None:

@@ -114,6 +114,17 @@ def test_a_request_that_is_refused_is_named_by_its_line(
     assert str(refused.value).startswith(f"{path}, line 3: ") and message in str(refused.value)
 
 
+def test_lines_of_one_prompt_may_draft_from_each_other(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = read_prompts(file(tmp_path, '{"prompt": "x"}\n{"prompt": "x", "seed": 1}'))
+    options = {"draft": "siblings", "temperature": 1.0, "max_new_tokens": 3}
+    write_batch(pair, lines, options, as_json=True)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    with pytest.raises(UsageError, match=r"line 3: draft 'siblings' needs other answers"):
+        write_batch(pair, [*lines, Line("y", {}, "line 3")], options, as_json=True)
+
+
 def test_what_the_options_say_is_no_line_s_fault(pair: Pair, tmp_path: Path) -> None:
     lines = read_prompts(file(tmp_path, '{"prompt": "x", "seed": 1}'))
     with pytest.raises(UsageError, match=r"^temperature must be"):
