@@ -5,6 +5,7 @@ Torch-free: the ``tokenizers`` library alone. Special tokens are read in a promp
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,8 +34,6 @@ class Codec:
             raise BundleError(f"{path} is missing; copy the whole bundle or export it again") from None
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
-        added = self.tokenizer.get_added_tokens_decoder().values()
-        self._special = {None, *(token.content for token in added if token.special)}
 
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance), unless the text
@@ -47,7 +46,12 @@ class Codec:
 
     def is_silent(self, token_id: int) -> bool:
         """Whether ``decode`` leaves ``token_id`` out, wherever it stands: a special token, or an id of no token."""
-        return self.tokenizer.id_to_token(token_id) in self._special
+        return self.tokenizer.id_to_token(token_id) in self._left_out
+
+    @functools.cached_property
+    def _left_out(self) -> set[str | None]:
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return {None, *(token.content for token in added if token.special)}
 
     def vocab_size(self) -> int:
         """One more than the largest id this tokenizer can give."""
