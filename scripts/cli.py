@@ -84,7 +84,9 @@ def complain(line: str) -> None:
 
 def open_streams() -> None:
     """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes.
-    One that takes nothing, on a full disk for instance, says which it is."""
+    One that takes nothing, on a full disk for instance, says which it is. Standard input that is closed is empty."""
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # for good
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is None:

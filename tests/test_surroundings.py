@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -32,3 +33,22 @@ def test_the_package_is_a_program_and_completes_commands() -> None:
     environment = os.environ | {"_LEADOUT_COMPLETE": "bash_complete", "COMP_WORDS": "leadout ", "COMP_CWORD": "1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == set(COMMANDS)
+
+
+def test_standard_input_that_is_closed_is_empty() -> None:
+    said = (
+        "import sys\nfrom leadout.scripts.cli import open_streams\nopen_streams()\nassert not sys.stdin.buffer.read()\n"
+    )
+    said += "from leadout.scripts.cmd_chat import lines\nassert not list(lines())"
+    subprocess.run(["bash", "-c", 'exec "$@" 0<&-', "bash", sys.executable, "-c", said], check=True)
+
+
+@pytest.mark.parametrize("name", ["we[red]ird", "a[/b]", ":smile:"])
+def test_a_path_is_shown_as_it_is(
+    tiny_bundle: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).symlink_to(tiny_bundle)
+    monkeypatch.chdir(tmp_path)
+    result = run("inspect", name)
+    assert result.exit_code == 0 and f"{name}, written by Leadout" in result.stdout
