@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,8 @@ from ..errors import UsageError
 from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
+    from rich.segment import Segment
+
     from ..runtime.pair import Pair, Piece, Result, Stream
 
 STATS = (
@@ -115,16 +118,26 @@ def write_stream(stream: Stream) -> None:
 def write_pieces(pieces: Iterable[Piece]) -> None:
     """Show pieces as they come, drafted ones tinted, and end the line."""
     from rich.console import Console
-    from rich.text import Text
+    from rich.segment import Segments
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for piece in pieces:
         if console.is_terminal:
-            console.print(Text(piece.text.translate(HARMLESS), style="cyan" if piece.from_draft else ""), end="")
+            console.print(Segments(tinted(piece)), end="")
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     click.echo()
+
+
+def tinted(piece: Piece) -> Iterator[Segment]:
+    """A piece as a terminal gets it: line by line, and not as rich's Text, which writes spaces for tabs."""
+    from rich.segment import Segment
+    from rich.style import Style
+
+    tint = Style(color="cyan") if piece.from_draft else None
+    for part in re.split("(\n)", piece.text.translate(HARMLESS)):
+        yield Segment(part, None if part == "\n" else tint)
 
 
 def write_batch(
