@@ -188,7 +188,7 @@ def summarise(result: Result) -> None:
         f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
         f"stopped by {result.finish_reason}",
     ]
-    if result.rule in LOSSY:
+    if result.rule in LOSSY and not result.lossless:  # without a draft it is exact, whatever the rule
         parts.insert(-1, f"LOSSY: {result.distance:.4f} from the target's law a token")
     click.echo("; ".join(parts), err=True)
 

@@ -123,9 +123,15 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "Who is accepted; typical and lenient are lossy. [default: auto]",
         },
     ),
-    ("--typical-epsilon", {"type": float, "metavar": "E", "help": "For rule typical, 0 to 1. [default: 0.09]"}),
-    ("--typical-delta", {"type": float, "metavar": "D", "help": "For rule typical, 0 to 1. [default: 0.3]"}),
-    ("--leniency", {"type": float, "metavar": "L", "help": "For rule lenient, 0 to 1; 1 is exact. [default: 0.5]"}),
+    (
+        "--typical-epsilon",
+        {"type": float, "metavar": "E", "help": "Of rule typical, above 0, at most 1. [default: 0.09]"},
+    ),
+    ("--typical-delta", {"type": float, "metavar": "D", "help": "Of rule typical, above 0, at most 1. [default: 0.3]"}),
+    (
+        "--leniency",
+        {"type": float, "metavar": "L", "help": "Of rule lenient, above 0, at most 1, which is exact. [default: 0.5]"},
+    ),
     ("--json-schema", {"type": TEXT, "metavar": "FILE|JSON", "help": "Answer with JSON that has this schema."}),
     ("--regex", {"type": TEXT, "metavar": "TEXT", "help": "Answer with text that this regular expression matches."}),
     ("--grammar", {"type": click.Path(), "metavar": "FILE", "help": "Answer with text of this Lark grammar."}),
