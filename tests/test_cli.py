@@ -210,6 +210,7 @@ def test_bench_for_people_shows_the_speedup(tiny_bundle: Path, tmp_path: Path) -
     assert {"plain decode", "speculative", "speedup", "same tokens", "one at a time"} <= {
         line[:16].strip() for line in output.splitlines()
     }
+    assert f"1 from {path}, 1 at once" in output
 
 
 @pytest.mark.slow
