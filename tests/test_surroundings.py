@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -24,6 +25,12 @@ def test_a_variable_that_names_a_version_asks_for_none(value: str, monkeypatch: 
     monkeypatch.setenv("LEADOUT_VERSION", value)
     result = run("doctor", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)["python"]
+
+
+def test_paths_in_a_variable_are_told_apart_as_paths_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEADOUT_TUNE_DRAFT", os.pathsep.join(("/a b", "/c")))
+    command = main.get_command(click.Context(main), "tune")
+    assert command is not None and command.make_context("tune", ["bundle"]).params["drafts"] == ("/a b", "/c")
 
 
 def test_the_package_is_a_program_and_completes_commands() -> None:
