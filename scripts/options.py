@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -218,15 +217,25 @@ def by_token(biases: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def read_text(path: str) -> str:
-    """A text file the user named. Raises UsageError if it cannot be read."""
+    """A text file the user named, or standard input, which is ``-``. Raises UsageError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from None
+        with click.open_file(path, encoding="utf-8-sig") as file:
+            return str(file.read())
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError, as is what is no UTF-8
+        what = called(path) if path == "-" else f"'{path}'"
+        raise UsageError(f"cannot read {what}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def called(path: str) -> str:
+    """What is read as ``path``, by the name that a user knows it by."""
+    return "standard input" if path == "-" else path
 
 
 LABELS = ("kind", "file")
-PROMPT_LINES = "One {\"prompt\": ...} or {\"messages\": [...]} a line; labels 'kind' and 'file' are passed over."
+PROMPT_LINES = (
+    "One {\"prompt\": ...} or {\"messages\": [...]} a line; labels 'kind' and 'file' are passed over."
+    " - is standard input."
+)
 
 
 class Line(NamedTuple):
@@ -251,21 +260,21 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
     """The prompts of a JSON-lines file, with the settings of each; those are refused where ``command`` has them as
     options alone.
 
-    ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
+    ``-`` is standard input; ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
     """
     from ..runtime.settings import check_names
 
     found = []
     for number, text in enumerate(read_text(path).split("\n"), start=1):  # other line ends may stand in a string
         if text.strip():
-            where = f"{path}, line {number}"
+            where = f"{called(path)}, line {number}"
             with named(where):
                 row = read_row(text)
                 prompt = row.pop("prompt")
                 check_names(row) if command is None else check_bare(row, command)
             found.append(Line(prompt, row, where))
     if not found:
-        raise UsageError(f"{path}: no prompts in it")
+        raise UsageError(f"{called(path)}: no prompts in it")
     return found
 
 
