@@ -57,7 +57,10 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
 @click.option(
-    "--n", type=int, metavar="N", help="Answers to each prompt, as samples that share its cache. [default: 1]"
+    "--n",
+    type=int,
+    metavar="N",
+    help="Answers to each prompt, 1 to 1024, as samples that share its cache. [default: 1]",
 )
 @options(SETTINGS)
 @options(ENGINE)

@@ -105,7 +105,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--draft-length",
-        {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},
+        {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round, 0 to 16. [default: auto]"},
     ),
     (
         "--branches",
@@ -145,7 +145,7 @@ DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
         "--draft-provider",
         {"type": click.Choice(PROVIDERS), "help": "Where the draft model runs. [default: where the target does]"},
     ),
-    ("--threads", {"type": int, "metavar": "N", "help": "Threads of each model. [default: all cores]"}),
+    ("--threads", {"type": int, "metavar": "N", "help": "Threads of each model, 1 to 1024. [default: all cores]"}),
 )
 
 ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
