@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_foreign_draft import sentence_piece
 from test_mutants import Mutant, must_die
@@ -286,6 +286,7 @@ def byte_ids(codec: Codec) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["codec", "bytewise"])
+@settings(deadline=None)
 @given(data=st.data(), runs=RUNS, more=st.lists(st.integers(0, 600), max_size=5))
 def test_what_waits_is_read_as_if_all_was_read_again(
     name: str, codec: Codec, bytewise: Codec, data: st.DataObject, runs: list[tuple[bytes | None, int]], more: list[int]
