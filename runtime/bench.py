@@ -180,6 +180,7 @@ class Bench:
     def _report(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
         plain, speculative = totals["plain"], totals["speculative"]
         tested, rounds = speculative.count("tested"), speculative.count("rounds")
+        rows = len(groups[0])  # fewer than was asked for where there are fewer prompts
         report: dict[str, Any] = {
             "plain": {"tokens_per_second": plain.tokens_per_second},
             "speculative": {"tokens_per_second": speculative.tokens_per_second},
@@ -198,9 +199,9 @@ class Bench:
             "draft_ahead": None if (ahead := self.speculative.ahead) is None else ahead.counts(),
             "prompts": len(prompts),
             "tokens": speculative.count("tokens"),
-            "batch_size": self.batch_size,
+            "batch_size": rows,
         }
-        report |= self._prediction(totals)
+        report |= self._prediction(totals, rows)
         if "alone" in totals:
             alone = totals["alone"].tokens_per_second
             report["alone"] = {"tokens_per_second": alone}
@@ -225,11 +226,11 @@ class Bench:
             "plain_divergences": divergences,
         }
 
-    def _prediction(self, totals: dict[str, Totals]) -> dict[str, Any]:
+    def _prediction(self, totals: dict[str, Totals], rows: int) -> dict[str, Any]:
         """What the cost tables say the measured rounds took, which are what every draft length is chosen from: the
         speedup that follows, and the share of each side's time that is in no table (slow outliers, the caller)."""
         if self.settings.branches:  # the tables are of chains
-            return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs()}
+            return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs(rows)}
         predicted, unaccounted = {}, {}
         for name, decoder in (("plain", self.plain), ("speculative", self.speculative)):
             side, before = totals[name], self._warm[name]
@@ -240,12 +241,12 @@ class Bench:
         return {
             "predicted_speedup": predicted["speculative"] / predicted["plain"],
             "unaccounted": unaccounted,
-            "cost_ms": self._costs(),
+            "cost_ms": self._costs(rows),
         }
 
-    def _costs(self) -> dict[str, Any]:
-        """Milliseconds a step (typically, in the loop) of so many rows as a group has, by what a round needs."""
-        rows, costs, plain = self.batch_size, self.speculative.costs, self.plain.costs
+    def _costs(self, rows: int) -> dict[str, Any]:
+        """Milliseconds a step (typically, in the loop) of so many rows, by what a round needs."""
+        costs, plain = self.speculative.costs, self.plain.costs
         widths = sorted({step.width for step in costs.counts if step.part == "target"})
         target = {1: 1e3 * (plain.plain(rows, 1) or 0.0)}
         target |= {width: 1e3 * seconds for width, seconds in enumerate(costs.target(rows) or ()) if width in widths}

@@ -179,7 +179,7 @@ class Settings:
         for text in texts:
             if not isinstance(text, str) or not text:
                 raise UsageError(f"stop must be non-empty strings, not {shown(text)}")
-        self._keep("stop", texts)
+        self._keep("stop", tuple(spelled("stop", text) for text in texts))
         ids = items("stop_token_ids", self.stop_token_ids, "token ids")
         ids = tuple(integer("a token id in stop_token_ids", token_id, 0, _MAX_TOKEN_ID) for token_id in ids)
         self._keep("stop_token_ids", ids)

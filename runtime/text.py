@@ -5,7 +5,8 @@ Torch-free: the ``tokenizers`` library alone. Special tokens are read in a promp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,6 +18,7 @@ from .held import agreement
 # character.
 CONTEXT_IDS = 8
 _UNFINISHED, _LONGEST_CHARACTER = "\ufffd", 4  # bytes
+_MANY_IDS = 16  # that wait: more than a character has
 
 
 class Codec:
@@ -33,6 +35,13 @@ class Codec:
         except Exception as error:  # tokenizers raises bare Exception
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Codec:
+        """That of a tokenizer which was read already."""
+        made = cls.__new__(cls)
+        made.tokenizer = tokenizer
+        return made
+
     def encode(self, text: str, *, framed: bool = False) -> list[int]:
         """The ids of a prompt, with whatever the tokenizer puts around one (a BOS token, for instance), unless the text
         has that already: it is ``framed``."""
@@ -40,16 +49,20 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""
-        return decoded(self.tokenizer, token_ids)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether ``decode`` leaves ``token_id`` out, wherever it stands: a special token, or an id of no token."""
+        return self.tokenizer.id_to_token(token_id) in self._left_out
+
+    @functools.cached_property
+    def _left_out(self) -> set[str | None]:
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return {None, *(token.content for token in added if token.special)}
 
     def vocab_size(self) -> int:
         """One more than the largest id this tokenizer can give."""
         return 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
-def decoded(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """As ``Codec.decode``."""
-    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class Spelling:
@@ -60,39 +73,75 @@ class Spelling:
     stands here, and what cannot be read together with it is read alone.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
-        """``decode`` as a Codec's; ``context`` are the last ids before, of which nothing is said but a character that
-        they leave unfinished."""
-        self._decode = decode
+    def __init__(self, codec: Codec, context: Sequence[int]) -> None:
+        """``context`` are the last ids before, of which nothing is said but a character that they leave unfinished."""
+        self._codec = codec
         settled = len(context)
-        while settled and decode(context[:settled]).endswith(_UNFINISHED):
+        while settled and codec.decode(context[:settled]).endswith(_UNFINISHED):
             settled -= 1
         self._ids = list(context)  # those that were said last, and behind them those that were not
-        self._said, self._text = settled, decode(context[:settled])
+        self._said, self._text = settled, codec.decode(context[:settled])
         self._before = self._alone()  # what the context leaves unfinished, as it looks where nothing finishes it
 
     def next(self, token_id: int) -> str:
         """What ``token_id`` completes; nothing while it leaves a character unfinished."""
-        self._ids.append(token_id)
-        text = self._decode(self._ids)
-        if text == self._text or text.endswith(_UNFINISHED):  # a special token, or there is more to come
+        if self._codec.is_silent(token_id):
             return ""
-        new = self._beyond(text)
+        self._ids.append(token_id)
+        text = self._codec.decode(self._ids)
+        if text == self._text or text.endswith(_UNFINISHED):  # there is more to come
+            return "" if (len(self._ids) - self._said) % _MANY_IDS else self._settle()
+        new = self._say(self._beyond(self._ids))
         del self._ids[: self._said]
-        self._said, self._text, self._before = len(self._ids), self._decode(self._ids), ""
+        self._said, self._text, self._before = len(self._ids), self._codec.decode(self._ids), ""
         return new
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are tokens of which not all is said yet."""
+        return len(self._ids) > self._said
 
     def rest(self) -> str:
         """What no token completed, an unfinished character as U+FFFD."""
-        return self._beyond(self._decode(self._ids))
+        return self._say(self._beyond(self._ids))
 
-    def _beyond(self, text: str) -> str:
-        """What ``text``, that of all ids, adds to what was said."""
-        new = text[len(self._text) :] if text.startswith(self._text) else self._alone()
-        return new[agreement(new, self._before) :]
+    def _settle(self) -> str:
+        """What no token to come can change of many ids that wait; the last few of them wait on, so that no step reads
+        all of them again.
+
+        Those few must read as they do behind the others, wherever within a character's length they end: then so does
+        what follows them. (They do not where they would be whole characters but for a broken byte before them, which
+        breaks a whole run; one id more or less begins within a character.)
+        """
+        ends = range(len(self._ids), len(self._ids) - _LONGEST_CHARACTER, -1)
+        whole = [self._beyond(self._ids[:end]) for end in ends]
+        for count in range(CONTEXT_IDS, CONTEXT_IDS + _LONGEST_CHARACTER):
+            at = len(self._ids) - count
+            parts = [self._codec.decode(self._ids[at:end]) for end in ends]
+            same = agreement(whole[-1][::-1], parts[-1][::-1])
+            said, read = len(whole[-1]) - same, len(parts[-1]) - same
+            new = whole[0][:said]
+            if same and all(
+                text.startswith(new) and text[said:] == part[read:] for text, part in zip(whole, parts, strict=True)
+            ):
+                del self._ids[:at]
+                self._said, self._text = 0, parts[0][:read]
+                return self._say(new)
+        return ""
+
+    def _beyond(self, ids: Sequence[int]) -> str:
+        """What the text of ``ids``, the last ones perhaps left out, adds to what was said."""
+        text = self._codec.decode(ids)
+        return text[len(self._text) :] if text.startswith(self._text) else self._codec.decode(ids[self._said :])
+
+    def _say(self, new: str) -> str:
+        """``new`` without what the context left of it; what is said next may begin with the rest of that."""
+        known = agreement(new, self._before)
+        self._before = self._before[known:] if known == len(new) else ""
+        return new[known:]
 
     def _alone(self) -> str:
-        return self._decode(self._ids[self._said :])
+        return self._codec.decode(self._ids[self._said :])
 
 
 def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
@@ -117,7 +166,7 @@ class TextStream:
         """``stop``: non-empty strings; one completed within the first ``min_tokens`` tokens does not count."""
         self._codec = codec
         self._context = context_of(codec, prompt)
-        self._spelling = Spelling(codec.decode, self._context)
+        self._spelling = Spelling(codec, self._context)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -159,7 +208,7 @@ class TextStream:
             if count < len(self._ends):
                 del self._ends[count:]
                 self._text = self._text[: self._ends[-1] if self._ends else 0]
-                self._spelling = Spelling(self._codec.decode, self._context)
+                self._spelling = Spelling(self._codec, self._context)
                 for token_id in self._ids[: len(self._ends)]:
                     self._spelling.next(token_id)
             self._stop_at = None  # its last character came with the last token

@@ -39,7 +39,9 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f".cmd_{cmd_name}", __package__).command
-        for option in command.params:  # variables are named as options are, whatever a function calls them
+        # Variables are named as options are, whatever a function calls them; with a prefix of click's own,
+        # LEADOUT_VERSION would be one for --version.
+        for option in command.params:
             if isinstance(option, click.Option):
                 flag = max(option.opts, key=len)
                 option.envvar = f"LEADOUT_{cmd_name}_{flag.lstrip('-').replace('-', '_')}".upper()
@@ -82,7 +84,9 @@ def complain(line: str) -> None:
 
 def open_streams() -> None:
     """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes.
-    One that takes nothing, on a full disk for instance, says which it is."""
+    One that takes nothing, on a full disk for instance, says which it is. Standard input that is closed is empty."""
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # for good
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is None:
@@ -178,7 +182,7 @@ def send(number: int) -> None:
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LEADOUT"},
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog='Completion: eval "$(_LEADOUT_COMPLETE=bash_source leadout)" (or zsh_source, fish_source).',
 )
 @click.version_option(__version__, prog_name="leadout")

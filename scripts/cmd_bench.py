@@ -18,6 +18,7 @@ from .options import (
     PROMPT_LINES,
     SETTINGS,
     Line,
+    called,
     given,
     options,
     prompt_ids,
@@ -95,7 +96,7 @@ def chosen(path: str | None, command: str) -> tuple[list[Line], str]:
         path = str(CHECKOUT)
     if path is None:
         return [Line(prompt, {}, "") for prompt in BUILT_IN], "built-in prompts"
-    return read_prompts(path, command), path
+    return read_prompts(path, command), called(path)
 
 
 def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:

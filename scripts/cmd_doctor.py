@@ -102,4 +102,4 @@ def show(found: dict[str, Any]) -> None:
         elif isinstance(value, list):
             value = ", ".join(value) or "none"
         table.add_row(name, str(value))
-    Console(highlight=False).print(table, markup=False)
+    Console(highlight=False, markup=False, emoji=False).print(table)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ from ..errors import UsageError
 from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, Line, given, named, options, read_prompts, taken
 
 if TYPE_CHECKING:
+    from rich.segment import Segment
+
     from ..runtime.pair import Pair, Piece, Result, Stream
 
 STATS = (
@@ -49,11 +53,14 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
     type=click.Path(),
     metavar="FILE.jsonl",
     help='One {"prompt": ..., any settings} a line: a batch. "messages" may stand for the prompt; labels \'kind\' and'
-    " 'file' are passed over.",
+    " 'file' are passed over. - is standard input.",
 )
 @click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
 @click.option(
-    "--n", type=int, metavar="N", help="Answers to each prompt, as samples that share its cache. [default: 1]"
+    "--n",
+    type=int,
+    metavar="N",
+    help="Answers to each prompt, 1 to 1024, as samples that share its cache. [default: 1]",
 )
 @options(SETTINGS)
 @options(ENGINE)
@@ -91,13 +98,18 @@ def command(
 
 def check_lines(pair: Pair, lines: Sequence[Line], settings: dict[str, Any], n: int = 1) -> None:
     """Raise UsageError or ContextError for what cannot be answered, before anything runs: the options, or a line, which
-    is named."""
+    is named. One whose prompt stands in another, too, is asked for twice: answers to it may draft from each other."""
     from ..runtime.pair import Request
 
     pair.settings(settings)
+    prompts = []
     for line in lines:
         with named(line.where):
-            pair.answers([Request(line.prompt, **line.settings)], n=n, **settings)
+            prompts.append(tuple(pair.token_ids(line.prompt)))
+    counts = Counter(prompts)
+    for line, prompt in zip(lines, prompts, strict=True):
+        with named(line.where):
+            pair.answers([Request(line.prompt, **line.settings)] * min(counts[prompt], 2), n=n, **settings)
 
 
 def write_stream(stream: Stream) -> None:
@@ -109,16 +121,26 @@ def write_stream(stream: Stream) -> None:
 def write_pieces(pieces: Iterable[Piece]) -> None:
     """Show pieces as they come, drafted ones tinted, and end the line."""
     from rich.console import Console
-    from rich.text import Text
+    from rich.segment import Segments
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for piece in pieces:
         if console.is_terminal:
-            console.print(Text(piece.text.translate(HARMLESS), style="cyan" if piece.from_draft else ""), end="")
+            console.print(Segments(tinted(piece)), end="")
         else:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
     click.echo()
+
+
+def tinted(piece: Piece) -> Iterator[Segment]:
+    """A piece as a terminal gets it: line by line, and not as rich's Text, which writes spaces for tabs."""
+    from rich.segment import Segment
+    from rich.style import Style
+
+    tint = Style(color="cyan") if piece.from_draft else None
+    for part in re.split("(\n)", piece.text.translate(HARMLESS)):
+        yield Segment(part, None if part == "\n" else tint)
 
 
 def write_batch(
@@ -169,7 +191,7 @@ def summarise(result: Result) -> None:
         f"{result.rule}{'' if result.seed is None else f' with seed {result.seed}'}",
         f"stopped by {result.finish_reason}",
     ]
-    if result.rule in LOSSY:
+    if result.rule in LOSSY and not result.lossless:  # without a draft it is exact, whatever the rule
         parts.insert(-1, f"LOSSY: {result.distance:.4f} from the target's law a token")
     click.echo("; ".join(parts), err=True)
 

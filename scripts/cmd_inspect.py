@@ -38,11 +38,11 @@ def show(bundle: Bundle) -> None:
     columns = [describe(model) for model in models.values()]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
-    console = Console(highlight=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)  # a path, or a note, may hold brackets
     console.print(table)
     for title, entries in (("sampling", bundle.manifest.sampling), ("provenance", bundle.manifest.provenance)):
         if entries:
-            console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in entries.items()), markup=False)
+            console.print(f"{title}: " + ", ".join(f"{name} {value}" for name, value in entries.items()))
 
 
 def describe(model: ModelEntry) -> dict[str, str]:

@@ -91,6 +91,6 @@ def show(memories: dict[str, Memory], load: Load) -> None:
     ):
         sizes = [getattr(memory, name) for memory in memories.values()]
         table.add_row(label, *(f"{size / MEGABYTE:.1f}" for size in (*sizes, sum(sizes))))
-    console = Console(highlight=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(title, soft_wrap=True)
     console.print(table)

@@ -39,6 +39,7 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
 @click.option(
     "--draft",
     "drafts",
+    type=BUNDLE,
     multiple=True,
     metavar="BUNDLE",
     help="A bundle with another draft to compare, with all of the target's tokens (not a trimmed one). Repeatable.",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -106,7 +105,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--draft-length",
-        {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round. [default: auto]"},
+        {"type": draft_length, "metavar": "N|auto", "help": "Tokens to propose a round, 0 to 16. [default: auto]"},
     ),
     (
         "--branches",
@@ -123,9 +122,15 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "Who is accepted; typical and lenient are lossy. [default: auto]",
         },
     ),
-    ("--typical-epsilon", {"type": float, "metavar": "E", "help": "For rule typical, 0 to 1. [default: 0.09]"}),
-    ("--typical-delta", {"type": float, "metavar": "D", "help": "For rule typical, 0 to 1. [default: 0.3]"}),
-    ("--leniency", {"type": float, "metavar": "L", "help": "For rule lenient, 0 to 1; 1 is exact. [default: 0.5]"}),
+    (
+        "--typical-epsilon",
+        {"type": float, "metavar": "E", "help": "Of rule typical, above 0, at most 1. [default: 0.09]"},
+    ),
+    ("--typical-delta", {"type": float, "metavar": "D", "help": "Of rule typical, above 0, at most 1. [default: 0.3]"}),
+    (
+        "--leniency",
+        {"type": float, "metavar": "L", "help": "Of rule lenient, above 0, at most 1, which is exact. [default: 0.5]"},
+    ),
     ("--json-schema", {"type": TEXT, "metavar": "FILE|JSON", "help": "Answer with JSON that has this schema."}),
     ("--regex", {"type": TEXT, "metavar": "TEXT", "help": "Answer with text that this regular expression matches."}),
     ("--grammar", {"type": click.Path(), "metavar": "FILE", "help": "Answer with text of this Lark grammar."}),
@@ -140,7 +145,7 @@ DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
         "--draft-provider",
         {"type": click.Choice(PROVIDERS), "help": "Where the draft model runs. [default: where the target does]"},
     ),
-    ("--threads", {"type": int, "metavar": "N", "help": "Threads of each model. [default: all cores]"}),
+    ("--threads", {"type": int, "metavar": "N", "help": "Threads of each model, 1 to 1024. [default: all cores]"}),
 )
 
 ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -212,15 +217,25 @@ def by_token(biases: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def read_text(path: str) -> str:
-    """A text file the user named. Raises UsageError if it cannot be read."""
+    """A text file the user named, or standard input, which is ``-``. Raises UsageError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read '{path}': {getattr(error, 'strerror', None) or error}") from None
+        with click.open_file(path, encoding="utf-8-sig") as file:
+            return str(file.read())
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError, as is what is no UTF-8
+        what = called(path) if path == "-" else f"'{path}'"
+        raise UsageError(f"cannot read {what}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def called(path: str) -> str:
+    """What is read as ``path``, by the name that a user knows it by."""
+    return "standard input" if path == "-" else path
 
 
 LABELS = ("kind", "file")
-PROMPT_LINES = "One {\"prompt\": ...} or {\"messages\": [...]} a line; labels 'kind' and 'file' are passed over."
+PROMPT_LINES = (
+    "One {\"prompt\": ...} or {\"messages\": [...]} a line; labels 'kind' and 'file' are passed over."
+    " - is standard input."
+)
 
 
 class Line(NamedTuple):
@@ -245,21 +260,21 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
     """The prompts of a JSON-lines file, with the settings of each; those are refused where ``command`` has them as
     options alone.
 
-    ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
+    ``-`` is standard input; ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
     """
     from ..runtime.settings import check_names
 
     found = []
     for number, text in enumerate(read_text(path).split("\n"), start=1):  # other line ends may stand in a string
         if text.strip():
-            where = f"{path}, line {number}"
+            where = f"{called(path)}, line {number}"
             with named(where):
                 row = read_row(text)
                 prompt = row.pop("prompt")
                 check_names(row) if command is None else check_bare(row, command)
             found.append(Line(prompt, row, where))
     if not found:
-        raise UsageError(f"{path}: no prompts in it")
+        raise UsageError(f"{called(path)}: no prompts in it")
     return found
 
 

@@ -205,6 +205,15 @@ def test_bench_notices_a_draft_that_changes_the_text(tiny_bundle: Path, monkeypa
         assert Bench(pair, settings).run(prompts)["identical_outputs"] is False
 
 
+def test_bench_speaks_of_the_rows_that_ran(tiny_bundle: Path) -> None:
+    with leadout.load(tiny_bundle) as pair:
+        bench = Bench(pair, {"max_new_tokens": 6}, batch_size=40)
+        report = bench.run([pair.token_ids("x = 1"), pair.token_ids("def f(x):")])
+        assert report["batch_size"] == 2 and report["batch_gain"] > 0
+        assert report["cost_ms"]["draft"] == 1e3 * bench.speculative.costs.draft(2)
+        assert report["cost_ms"]["plain_host"] == 1e3 * bench.plain.costs.host(2)
+
+
 @pytest.mark.slow
 def test_the_demo_pair_in_int4_holds_every_promise(demo_bundle: Callable[[str], Path]) -> None:
     found = list(check.run(demo_bundle("int4")))

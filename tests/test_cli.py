@@ -138,13 +138,14 @@ def test_the_summary_of_auto_says_whose_tokens_were_accepted(capsys: pytest.Capt
 def test_a_terminal_gets_tints_but_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pieces = [Piece("a\x1b[2Jb\n", (1,), True), Piece("c\x7f", (2,), False)]
+    pieces = [Piece("a\x1b[2J\tb\n", (1,), True), Piece("", (3,), True), Piece("\tc\x7f", (2,), False)]
     stats = Stats()
     result = SimpleNamespace(stats=stats, draft="model", rule="greedy", seed=None, finish_reason="length")
     for variables, expected in (
-        ({"FORCE_COLOR": "1"}, "\x1b[36ma\u241b[2Jb\x1b[0m\nc\u2421\n"),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "a\u241b[2Jb\nc\u2421\n"),
-        ({}, "a\x1b[2Jb\nc\x7f\n"),
+        ({"FORCE_COLOR": "1"}, "\x1b[36ma\u241b[2J\tb\x1b[0m\n\tc\u2421\n"),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "a\u241b[2J\tb\n\tc\u2421\n"),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, "a\u241b[2J\tb\n\tc\u2421\n"),
+        ({}, "a\x1b[2J\tb\n\tc\x7f\n"),
     ):
         for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
             monkeypatch.delenv(name, raising=False)
@@ -209,6 +210,7 @@ def test_bench_for_people_shows_the_speedup(tiny_bundle: Path, tmp_path: Path) -
     assert {"plain decode", "speculative", "speedup", "same tokens", "one at a time"} <= {
         line[:16].strip() for line in output.splitlines()
     }
+    assert f"1 from {path}, 1 at once" in output
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def test_every_file_is_on_the_map(root: Path) -> None:
     within = ("controller", "drafters", "rules")
     folders = ("export", "engines", "engines/tensorrt", "runtime", *(f"runtime/{name}" for name in within), "scripts")
     files = {path for folder in folders for path in (root / folder).glob("*.py") if path.name != "__init__.py"}
+    files.add(root / "__main__.py")
     assert {str(path.relative_to(root)) for path in files - named} == set()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
+import click
 import numpy as np
 import pytest
 from support_runtime import Branches, Coin, collect, decode_law, distance, law, rounded, target_law, toy_pair
@@ -16,6 +18,8 @@ from leadout.runtime.decoder import Decoder
 from leadout.runtime.rules import lossy, verify
 from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
+from leadout.runtime.stats import Stats
+from leadout.scripts.cmd_generate import command, summarise
 
 TIGHT = 1e-12
 MASSES = {
@@ -201,3 +205,23 @@ def test_auto_never_is_lossy():
     for temperature, seed, draft in itertools.product((0.0, 1.0), (None, 3), ("auto", "model", "ngram", "none")):
         rule = Settings(temperature=temperature, seed=seed, draft=draft).acceptance_rule
         assert rule not in ("typical", "lenient")
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_summary_says_lossy_where_the_answer_is(capsys, lossless):
+    """Without a draft nothing is accepted that the rule could give up anything for."""
+    result = SimpleNamespace(stats=Stats(), draft="none", rule="lenient", seed=None, finish_reason="length")
+    result.lossless, result.distance = lossless, 0.25
+    summarise(result)
+    assert ("LOSSY: 0.2500" in capsys.readouterr().err) is not lossless
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("typical_epsilon", "typical"), ("typical_delta", "typical"), ("leniency", "lenient")]
+)
+def test_the_command_line_says_the_range_that_settings_have(name, rule):
+    told = {option.name: option.help for option in command.params if isinstance(option, click.Option)}
+    assert "above 0, at most 1" in told[name]
+    assert Settings(rule=rule, **{name: 1}) and Settings(rule=rule, **{name: 1e-9})
+    with pytest.raises(UsageError, match=f"{name} must be above 0 and at most 1"):
+        Settings(rule=rule, **{name: 0})

@@ -50,9 +50,9 @@ def test_the_packages_listed_are_the_folders_with_an_init(root: Path, project: d
     assert set(project["tool"]["setuptools"]["packages"]) == folders | set(mapped(project))
 
 
-def test_the_tests_folder_is_no_package_and_the_root_holds_one_module_more(root: Path) -> None:
+def test_the_tests_folder_is_no_package_and_the_root_holds_few_modules(root: Path) -> None:
     assert not (root / "tests" / "__init__.py").exists()
-    assert {path.name for path in root.glob("*.py")} == {"__init__.py", "bundle.py", "errors.py"}
+    assert {path.name for path in root.glob("*.py")} == {"__init__.py", "__main__.py", "bundle.py", "errors.py"}
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import leadout
 from leadout.errors import ContextError, EngineError, LeadoutError, UsageError
 from leadout.runtime.pair import Pair
 from leadout.scripts.cli import main
+from leadout.scripts.cmd_bench import chosen
 from leadout.scripts.cmd_generate import in_order, write_batch
 from leadout.scripts.options import Line, given, named, prompt_ids, read_prompts
 
@@ -38,6 +40,29 @@ def test_only_a_newline_ends_a_line_and_a_mark_may_begin_the_file(tmp_path: Path
         Line("a\u2028b\u0085c", {}, f"{path}, line 1"),
         Line([1, 2], {"seed": 3}, f"{path}, line 3"),
     ]
+
+
+def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(content: str | bytes) -> None:
+        content = content if isinstance(content, bytes) else content.encode("utf-8")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
+
+    typed('\ufeff{"prompt": "\u00e9"}\r\n')
+    assert read_prompts("-") == [Line("\u00e9", {}, "standard input, line 1")]
+    typed('start: "\u00e9"\n')
+    assert given({"grammar": "-"}) == {"grammar": 'start: "\u00e9"\n'}
+    typed(' {"type": "object"}')
+    assert given({"json_schema": "-"}) == {"json_schema": ' {"type": "object"}'}
+    typed('{"prompt": "x"}')
+    assert chosen("-", "bench")[1] == "standard input"
+    for content, message in (
+        ("\n", "standard input: no prompts in it"),
+        ("\n{}", "standard input, line 2: expected an object"),
+        (b"\xff", "cannot read standard input: 'utf-8' codec"),
+    ):
+        typed(content)
+        with pytest.raises(UsageError, match=message):
+            read_prompts("-")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +137,17 @@ def test_a_request_that_is_refused_is_named_by_its_line(
     with pytest.raises(error) as refused:
         write_batch(pair, read_prompts(path), options, as_json=True)
     assert str(refused.value).startswith(f"{path}, line 3: ") and message in str(refused.value)
+
+
+def test_lines_of_one_prompt_may_draft_from_each_other(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = read_prompts(file(tmp_path, '{"prompt": "x"}\n{"prompt": "x", "seed": 1}'))
+    options = {"draft": "siblings", "temperature": 1.0, "max_new_tokens": 3}
+    write_batch(pair, lines, options, as_json=True)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    with pytest.raises(UsageError, match=r"line 3: draft 'siblings' needs other answers"):
+        write_batch(pair, [*lines, Line("y", {}, "line 3")], options, as_json=True)
 
 
 def test_what_the_options_say_is_no_line_s_fault(pair: Pair, tmp_path: Path) -> None:

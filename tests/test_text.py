@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_foreign_draft import sentence_piece
 from test_mutants import Mutant, must_die
@@ -252,6 +253,74 @@ def test_a_byte_that_was_shown_stays_where_the_next_one_is_broken(bytewise: Code
     assert stream.text == "\n\ufffde"
 
 
+class AllAgain(Spelling):
+    """The same, but all ids that wait are read again with each one that comes."""
+
+    def next(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._codec.decode(self._ids)
+        if text == self._text or text.endswith("\ufffd"):
+            return ""
+        new = self.rest()
+        del self._ids[: self._said]
+        self._said, self._text, self._before = len(self._ids), self._codec.decode(self._ids), ""
+        return new
+
+
+PIECES = ["\N{BICYCLE}", "\u4e2d", "\u00e9", "\ufffd", "e", "\n"]
+BROKEN = [b"\xf0", b"\xf0\x9f", b"\x80", b"\xff", b"\xed\xa0\x80", b"\xe4" + "\u4e2d".encode()]
+RUNS = st.lists(
+    st.tuples(st.sampled_from([*(piece.encode() for piece in PIECES), *BROKEN, None]), st.integers(1, 40)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def byte_ids(codec: Codec) -> list[int]:
+    """The token of each byte: spelled out, or the character that stands for it where a vocabulary is of bytes."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    letters = {byte: chr(byte) if byte in printed else chr(256 + others.index(byte)) for byte in range(256)}
+    known = codec.tokenizer.get_vocab()
+    return [known.get(f"<0x{byte:02X}>", known.get(letter)) for byte, letter in letters.items()]
+
+
+@pytest.mark.parametrize("name", ["codec", "bytewise"])
+@settings(deadline=None)
+@given(data=st.data(), runs=RUNS, more=st.lists(st.integers(0, 600), max_size=5))
+def test_what_waits_is_read_as_if_all_was_read_again(
+    name: str, codec: Codec, bytewise: Codec, data: st.DataObject, runs: list[tuple[bytes | None, int]], more: list[int]
+) -> None:
+    read = {"codec": codec, "bytewise": bytewise}[name]
+    of = byte_ids(read)
+    ids = [token for piece, n in runs for token in ([0] if piece is None else [of[byte] for byte in piece]) * n] + more
+    cut = data.draw(st.integers(0, len(ids)))
+    old, new = (made(read, text_module.context_of(read, ids[:cut])) for made in (AllAgain, Spelling))
+    assert "".join(map(new.next, ids[cut:])) + new.rest() == "".join(map(old.next, ids[cut:])) + old.rest()
+
+
+@pytest.mark.parametrize("name", ["codec", "bytewise"])
+@pytest.mark.parametrize("piece", [None, b"\xf0", b"\x80", b"\xf0\x9f", b"\xe4" + "\u4e2d".encode() * 400])
+def test_a_token_is_read_as_soon_however_many_wait(
+    name: str, piece: bytes | None, codec: Codec, bytewise: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = {"codec": codec, "bytewise": bytewise}[name]
+    of = byte_ids(read)
+    ids = ([END] if piece is None else [of[byte] for byte in piece]) * 1000
+    stream, decode, counts = TextStream(read, read.encode("x")), Codec.decode, [0]
+
+    def counted(codec: Codec, token_ids: Sequence[int]) -> str:
+        counts[-1] += len(token_ids)
+        return decode(codec, token_ids)
+
+    monkeypatch.setattr(Codec, "decode", counted)
+    for token_id in ids[:1000]:
+        stream.push([token_id])
+        assert bool(stream.text) or piece is None or len(counts) <= 16, "what is known of broken bytes is shown"
+        counts.append(0)
+    assert max(counts) < 1000 and sum(counts) < 40 * len(counts)
+
+
 def spell(codec: Codec, prompt: list[int], answer: list[int], **options: Any) -> list[str]:
     """What stands there after each token, and at the end."""
     stream, shown = TextStream(codec, prompt, **options), list[str]()
@@ -278,6 +347,10 @@ def what_is_read_in_bytes(codec: Codec) -> None:
         "what is broken stays so"
     )
     assert spell(codec, codec.encode("x"), [letter, lead], stop=("e\ufffd",))[-1] == ""
+    run = [lead, *of("\u4e2d" * 9)]  # broken as a whole
+    assert spell(codec, codec.encode("x"), [*run, letter])[-1] == "\ufffd" * 28 + "e"
+    assert 12 <= len(spell(codec, codec.encode("x"), run)[-2]) < 28, "and shown before it ends"
+    assert spell(codec, [lead] * 30, [*run, letter])[-1] == "\ufffd" * 28 + "e"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +358,11 @@ def what_is_read_in_bytes(codec: Codec) -> None:
     [
         Mutant("a context is as it comes", text_module, "context_of", ".startswith(_UNFINISHED)", " is None"),
         Mutant("what was said is said anew", Spelling, "_beyond", "text.startswith(self._text)", "True"),
-        Mutant("what the prompt left is said", Spelling, "_beyond", "agreement(new, self._before)", "0"),
+        Mutant("what the prompt left is said", Spelling, "_say", "agreement(new, self._before)", "0"),
+        Mutant("what is kept reads alone", Spelling, "_settle", "text[said:] == part[read:]", "True"),
+        Mutant("it ends where it ends", Spelling, "_settle", "- _LONGEST_CHARACTER, -1", "- 1, -1"),
+        Mutant("the prompt left the first of it", Spelling, "_say", "self._before[known:] if", "'' if"),
+        Mutant("many wait on and on", Spelling, "next", "else self._settle()", "else ''"),
         Mutant("nothing waits", Spelling, "next", "or text.endswith(_UNFINISHED)", ""),
         Mutant("the last character stops nothing", TextStream, "close", "self._find_stop(length)", "pass"),
         Mutant("the rest is lost", TextStream, "close", "self._spelling.rest()", "''"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from ..text import CONTEXT_IDS, Spelling, decoded
+from ..text import CONTEXT_IDS, Codec, Spelling
 
 _TAIL = 256  # characters that are cut anew each round, at least; what is before them is settled
 _ANCHOR = 48  # characters of context, at least, from which a tokenizer cuts as in the middle of a text
@@ -25,30 +25,31 @@ class Tokenizers:
 
 class Transcript:
     """One request's text. ``own`` are the draft's ids of it, its opening ones (a BOS token) first; of special tokens
-    of the target there is no text. ``whole``: no character is unfinished."""
+    of the target there is no text."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         self._tokenizers = tokenizers
-        self._spelling = Spelling(lambda ids: decoded(tokenizers.target, ids), ())
-        self._special = special_ids(tokenizers.target)
+        self._spelling = Spelling(Codec.of(tokenizers.target), ())
         self._settled = opening(tokenizers.draft)
         self._seen = 0
         self._anchor = self._tail = ""
         self.own = list(self._settled)
-        self.whole = True
 
     def take(self, tokens: Sequence[int]) -> None:
         """The text is now ``tokens`` (the target's ids), which begin with what they were before."""
         if len(tokens) == self._seen:
             return
         for token in tokens[self._seen :]:
-            piece = self._spelling.next(token)
-            self._tail += piece
-            self.whole = piece != "" or (token in self._special and self.whole)
+            self._tail += self._spelling.next(token)
         self._seen = len(tokens)
         if len(self._tail) > 2 * _TAIL:
             self._settle()
         self.own = self._settled + continuation(self._tokenizers.draft, self._anchor, self._tail)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no character is unfinished."""
+        return not self._spelling.waits
 
     @property
     def settled(self) -> int:
@@ -59,8 +60,8 @@ class Transcript:
         """The target's tokens of what the draft wrote in ``own`` ids after the text; an unfinished character is left
         out (2502.05202, algorithm 2: with look-back, for tokens depend on what is before them)."""
         before = [*self.own[-CONTEXT_IDS:]]
-        head = decoded(self._tokenizers.draft, before)
-        new = decoded(self._tokenizers.draft, [*before, *own])[len(head) :].rstrip("\ufffd")
+        decode = Codec.of(self._tokenizers.draft).decode
+        new = decode([*before, *own])[len(decode(before)) :].rstrip("\ufffd")
         return continuation(self._tokenizers.target, _anchor(self._anchor + self._tail), new) if new else []
 
     def _settle(self) -> None:
