@@ -31,7 +31,8 @@ class Step:
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
     ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs`` are those that
-    record.
+    record. Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies
+    them over when they are bound.
     """
 
     session: Any
@@ -55,6 +56,7 @@ class Step:
     options: Any = None
     recorded: bool = False
     uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
+    copies: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     runs: int = 0
     ids: memoryview = dataclasses.field(init=False)
     places: memoryview = dataclasses.field(init=False)
@@ -126,6 +128,8 @@ class Step:
             for address, array in self.uploads:
                 cuda.upload(address, array)
                 cuda.wait()
+            for name, value in self.copies:
+                self.binding.bind_ortvalue_input(name, value)
             if self.options is None:
                 self.session.run_with_iobinding(self.binding)
             else:
@@ -156,6 +160,8 @@ class Step:
         for name in sorted(arrays.keys() & names):
             if self.recorded:
                 self._bind_device(name, arrays[name])
+            elif self.cuda is not None:
+                self.copies.append((name, in_place(arrays[name])))
             else:
                 self.binding.bind_ortvalue_input(name, in_place(arrays[name]))
         if self.given is not None:

@@ -85,8 +85,7 @@ def to_nonpad(model: ir.Model) -> int:
     inputs = {v.name: v for v in model.graph.inputs}
     first = next(iter(model.graph))
     if layers:
-        width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
-        total = node(model, first, "Add", [inputs["past_lens"], width])
+        total = node(model, first, "Add", [inputs["past_lens"], _counted(model, first, inputs["input_ids"])])
     for layer in layers:
         old = layer.attention
         attributes = [*old.attributes.values(), ir.AttrInt64("is_causal", 1)]
@@ -97,6 +96,15 @@ def to_nonpad(model: ir.Model) -> int:
     fuse_skip_norm(model)
     sweep(model)
     return len(layers)
+
+
+def _counted(model: ir.Model, before: ir.Node, tokens: ir.Value) -> ir.Value:
+    """How many ``tokens`` [B,S] a row has, [B]. Not by their shape, which is known on a host: ``past_lens``, added to
+    that, would have to come over from the device in each step, and no CUDA graph could hold it."""
+    ones = node(model, before, "Cast", [node(model, before, "Equal", [tokens, tokens])], to=int(ir.DataType.INT64))
+    last = constant(model, "row", np.array([1], np.int64))
+    counted: ir.Value = node(model, before, "ReduceSum", [ones, last], keepdims=0)
+    return counted
 
 
 def fuse_skip_norm(model: ir.Model) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnxruntime import OrtValue
 from support_graphs import Shape, tokens, write
 from support_runtime import collect
 from support_tensorrt_host import HostCuda
@@ -43,7 +44,8 @@ def device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlotEngine
     opened = sessions.open_session
 
     def on_the_host(path: Path, *, provider: str, graphs: bool, **how: Any) -> Any:
-        return Watched(opened(path, provider="cpu", **how), graphs)
+        session = opened(path, provider="cpu", **how)
+        return session if provider == "cpu" else Watched(session, graphs)
 
     monkeypatch.setattr(sessions, "open_session", on_the_host)
     monkeypatch.setattr(ort, "Cuda", HostCuda)
@@ -68,10 +70,27 @@ class Watched:
         self.runs.append(name)
         if self.fault and name not in (None, "-1"):
             raise RuntimeError(self.fault)
-        self.session.run_with_iobinding(binding)
+        self.session.run_with_iobinding(binding.binding)
+
+    def io_binding(self) -> Any:
+        return Copying(self.session.io_binding())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
+
+
+class Copying:
+    """A binding that takes values of the host as they are when they are bound, as ONNX Runtime does on a device."""
+
+    def __init__(self, binding: Any) -> None:
+        self.binding, self._copies = binding, dict[str, Any]()
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        self._copies[name] = OrtValue.ortvalue_from_numpy(value.numpy().copy())
+        self.binding.bind_ortvalue_input(name, self._copies[name])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.binding, name)
 
 
 def host(engine: SlotEngine) -> HostCuda:
