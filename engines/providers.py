@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
     ort = require(provider)
+    if provider != "cpu":
+        _find_cuda(ort)
     wanted = EXECUTION_PROVIDERS[provider]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -97,12 +101,19 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     if provider not in ("cpu", "cuda"):
         chosen.append((EXECUTION_PROVIDERS["cuda"], _OPTIONS["cuda"]))
     try:
-        session = ort.InferenceSession(str(path), options, providers=chosen)
+        # Off: onnxruntime's own way to fall back, which says so on stdout.
+        session = ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != wanted:
         raise EngineError(f"provider '{provider}' fell back to {session.get_providers()[0]}: run leadout doctor")
     return session
+
+
+def _find_cuda(ort: Any) -> None:
+    """Load CUDA's libraries from the packages that onnxruntime-gpu's extras install: no loader looks there."""
+    with contextlib.redirect_stdout(sys.stderr):  # where what is missing is told
+        ort.preload_dlls()
 
 
 def read_weights_in_place(options: Any) -> None:

@@ -469,7 +469,7 @@ def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch:
     ort = providers.onnxruntime()
     session = ort.InferenceSession
 
-    def fallen(path: str, options: object, providers: list[str]) -> object:
+    def fallen(path: str, options: object, providers: list[str], **how: object) -> object:
         return session(path, options, providers=["CPUExecutionProvider"])
 
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])

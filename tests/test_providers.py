@@ -163,8 +163,12 @@ class Sessions:
     def SessionOptions(self) -> Any:
         return SimpleNamespace(add_session_config_entry=lambda name, value: None)
 
-    def InferenceSession(self, path: str, options: Any, providers: list[Any]) -> Any:
+    def preload_dlls(self) -> None:
+        print("what is missing")
+
+    def InferenceSession(self, path: str, options: Any, providers: list[Any], enable_fallback: int) -> Any:
         self.given = providers
+        assert not enable_fallback
         return SimpleNamespace(get_providers=lambda: self.started)
 
 
@@ -184,6 +188,14 @@ def test_tensorrt_s_providers_are_asked_for_by_name_and_asserted(
     monkeypatch.setattr(providers, "onnxruntime", lambda: fallen)
     with pytest.raises(EngineError, match="'ort-tensorrt' fell back to CUDAExecutionProvider"):
         providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
+
+
+def test_cuda_s_libraries_are_looked_for_and_stdout_is_nobody_else_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(providers, "onnxruntime", lambda: Sessions([CUDA], [CUDA]))
+    providers.open_session(tmp_path, provider="cuda", threads=1)
+    assert capsys.readouterr() == ("", "what is missing\n")
 
 
 def test_graphs_are_cuda_s_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
