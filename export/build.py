@@ -20,8 +20,6 @@ from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .checkpoint import (
     Checkpoint,
-    context_length,
-    is_recurrent,
     load,
     other_reading,
     quiet,
@@ -40,6 +38,7 @@ from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import ROUNDINGS, quantize
+from .refusals import context_length, is_recurrent
 from .rewrite import let_go
 from .smooth import observe, smooth
 from .tree import to_tree, to_tree_gqa

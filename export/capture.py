@@ -31,6 +31,7 @@ from .experts import arrange
 from .kept import cache_name, graph_layers
 from .lowerings import lowered, symbolic
 from .recurrent import Memory, evenly, recurring
+from .refusals import TRACED_SLOTS
 from .sinks import RAW_SCORES, SCORES
 from .stored import Standins
 from .taps import FeatureReader, tapped
@@ -279,7 +280,7 @@ def _names(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> dic
 
 def _example(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the trace, and which of their dimensions are free."""
-    batch, new, slots = 2, 3, 64
+    batch, new, slots = 2, 3, TRACED_SLOTS
     ids = torch.ones(batch, new, dtype=torch.long)
     past = [torch.zeros(batch, s.heads, slots, d) for s in shapes for d in (s.key_dim, s.value_dim)]
     inputs = {

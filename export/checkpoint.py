@@ -15,14 +15,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 
 from ..bundle import SAMPLING
 from ..engines.providers import first_line
-from ..errors import ExportError, UsageError, shown
+from ..errors import ExportError, shown
 from .pairing import Vocabulary
-from .recurrent import is_understood
+from .refusals import WIDENED, context_length, method_of, name_of, refusal
 from .stored import Stored, keep_stored, narrowly
 from .writing import TEXTS
 
@@ -33,12 +32,8 @@ OUTPUTS = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
-_WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
-
-
-_ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,8 +85,8 @@ def read_config(source: str | Path) -> Any:
                 " run"
             ) from None
         raise ExportError(f"no checkpoint '{place}': {first_line(error)}") from None
-    if reason := _refusal(config):
-        raise ExportError(f"{_name(config)} cannot be exported: {reason}")
+    if reason := refusal(config):
+        raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
     return config
 
 
@@ -104,22 +99,6 @@ def _instead(place: Path) -> str:
     return ""
 
 
-def context_length(config: Any, wanted: int | None = None) -> int:
-    """Tokens of context: what the checkpoint was trained for, or ``wanted`` if that is less.
-
-    Raises UsageError if ``wanted`` is outside its range.
-    """
-    text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    limit = next((int(value) for name in names if (value := getattr(text, name, None))), 2048)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this, a row's factors would depend on the rest of its batch
-        limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
-    if wanted is not None and not 2 <= wanted <= limit:
-        raise UsageError(f"max-context must be between 2 and {limit} for {_name(config)}, not {wanted}")
-    return wanted or limit
-
-
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
     """Read a checkpoint in float32, in eval mode. Raises ExportError or UsageError as ``read_config`` and more: every
     weight must be in its files."""
@@ -127,7 +106,7 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
     context = context_length(config, max_context)
     model = _read_model(str(source), config)
     if model.get_output_embeddings() is None:
-        raise ExportError(f"{_name(config)} cannot be exported: it has no language-model head")
+        raise ExportError(f"{name_of(config)} cannot be exported: it has no language-model head")
     text = config.get_text_config()
     generation = model.generation_config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -217,7 +196,7 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
-                **({"quantization_config": Mxfp4Config(dequantize=True)} if _method(config) == _WIDENED else {}),
+                **({"quantization_config": Mxfp4Config(dequantize=True)} if method_of(config) == WIDENED else {}),
             )
     except SafetensorError as error:
         raise ExportError(
@@ -280,52 +259,6 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
-
-
-def _refusal(config: Any) -> str | None:
-    """Why no canonical graph can be made of this architecture, or None."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = _kinds(config)
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder; Leadout runs decoders"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "transformers has no causal language model for it"
-    if rope.get("rope_type") == "dynamic":
-        return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
-    if kinds == {"linear_attention"}:
-        return "all of its layers keep recurrent state; Leadout runs those that have attention beside such layers"
-    if is_recurrent(config) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
-        return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
-    if (method := _method(config)) not in (None, _WIDENED):
-        return f"its weights are quantised ({method}); export the original checkpoint"
-    return None
-
-
-def _method(config: Any) -> str | None:
-    """By which method the weights are quantised; None if they are not."""
-    each = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    if not (quantised := next(filter(None, each), None)):
-        return None
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    return str(method or "by an unknown method")
-
-
-def _kinds(config: Any) -> set[str]:
-    """Of layers; none where the configuration does not say."""
-    return set(getattr(config.get_text_config(), "layer_types", None) or ())
-
-
-def is_recurrent(config: Any) -> bool:
-    """Whether some of its layers keep state: a class that may have such need not."""
-    if (kinds := _kinds(config)) and kinds <= _ATTENTION:
-        return False
-    mapping = AutoModelForCausalLM._model_mapping
-    return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
-
-
-def _name(config: Any) -> str:
-    return str((getattr(config, "architectures", None) or [config.model_type])[0])
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

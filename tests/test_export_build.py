@@ -28,6 +28,7 @@ from leadout.errors import ExportError, UsageError  # noqa: E402
 from leadout.export import build, canonical, capture  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
 from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
+from leadout.export.refusals import context_length, refusal  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -41,7 +42,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": True,
 }
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 128, "long_factor": [2.0] * 128}
+LONGROPE |= {"original_max_position_embeddings": 64, "factor": 2.0}
 Save = Callable[..., Path]
+
+
+def nested(**rope: Any) -> dict[str, Any]:
+    """``rope_parameters`` of the full layers of two kinds."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    return {"full_attention": {"rope_theta": 1e4, **rope}, "sliding_attention": plain}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +117,36 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "llama.*dynamic-NTK",
         ),
+        ({"model_type": "gemma3_text", "rope_parameters": nested(rope_type="dynamic", factor=2.0)}, "dynamic-NTK"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": nested(**LONGROPE)},
+            r"gemma3_text.*longrope in one kind of its layers \(full_attention\)",
+        ),
+        ({"model_type": "doge", "keep_window_size": 63}, "doge.*keep_window_size.* must be at least 64, not 63"),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "conv"]}, "lfm2.*all of its layers"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*an encoder"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
     assert refuse_config(tmp_path, **config).match(reason)
+
+
+@pytest.mark.parametrize("name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config"])
+def test_those_beside_them_are_not(name: str) -> None:
+    """Of the same classes, or with the same settings otherwise."""
+    config = getattr(transformers, name)()
+    config.is_decoder = name == "BertConfig"
+    assert refusal(config) is None
+
+
+def test_a_context_ends_where_tokens_would_be_dropped() -> None:
+    config = transformers.DogeConfig(max_position_embeddings=512, keep_window_size=100)
+    assert context_length(config) == 100 and context_length(config, 80) == 80
+    with pytest.raises(UsageError, match="between 2 and 100 for doge, not 101"):
+        context_length(config, 101)
+    assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
