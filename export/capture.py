@@ -12,6 +12,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import sys
 import warnings
@@ -317,11 +318,12 @@ def _pin_rope(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter reports on torchvision and on itself; what matters of it comes as an exception."""
+    """torch's exporter reports on torchvision and on itself, and prints graphs that it gave up; what matters comes as
+    an exception."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -20,6 +20,8 @@ from transformers.utils import cached_file, logging
 from ..bundle import SAMPLING
 from ..engines.providers import first_line
 from ..errors import ExportError, shown
+from .defaults import FILE as DEFAULTS
+from .defaults import read_object
 from .pairing import Vocabulary
 from .refusals import WIDENED, context_length, method_of, name_of, refusal
 from .stored import Stored, keep_stored, narrowly
@@ -74,6 +76,8 @@ def read_config(source: str | Path) -> Any:
     place = str(source)
     if Path(place).exists() and not (Path(place) / "config.json").is_file():
         raise ExportError(f"'{place}' is not a checkpoint: config.json is missing{_instead(Path(place))}")
+    if _lacks_weights(Path(place)) and (instead := _instead(Path(place))):
+        raise ExportError(f"'{place}' is not a checkpoint: its weights are missing{instead}")
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except StrictDataclassError as error:  # it says which check failed, its cause why
@@ -99,6 +103,11 @@ def _instead(place: Path) -> str:
     return ""
 
 
+def _lacks_weights(place: Path) -> bool:
+    """Whether a directory has a model's configuration and no weights; what an adapter learnt are none."""
+    return place.is_dir() and not any(found for name in ("model*", "pytorch_model*") for found in place.glob(name))
+
+
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
     """Read a checkpoint in float32, in eval mode. Raises ExportError or UsageError as ``read_config`` and more: every
     weight must be in its files."""
@@ -109,9 +118,10 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
         raise ExportError(f"{name_of(config)} cannot be exported: it has no language-model head")
     text = config.get_text_config()
     generation = model.generation_config
+    ends = generation.eos_token_id
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     # Smaller vocabularies keep GPT-2's default of 50256 or say -1: what is no id of the model begins no text.
-    bos = text.bos_token_id
+    bos = getattr(text, "bos_token_id", None)
     bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else None
     return Checkpoint(
         source=str(source),
@@ -119,7 +129,7 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
         vocab_size=vocab_size,
         max_context=context,
         bos_token_id=bos,
-        eos_token_ids=_ids(generation.eos_token_id if generation.eos_token_id is not None else text.eos_token_id),
+        eos_token_ids=_ids(ends if ends is not None else getattr(text, "eos_token_id", None)),
         sampling=_sampling(generation),
     )
 
@@ -177,16 +187,30 @@ def find_file(source: str, name: str) -> Path | None:
 
 
 def weight_files(source: str) -> list[Path]:
-    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none."""
+    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none. Raises ExportError
+    for an index that is none."""
     index = find_file(source, "model.safetensors.index.json")
-    names = ["model.safetensors"]
-    if index is not None:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = ["model.safetensors"] if index is None else _indexed(source, index)
     return [path for name in names if (path := find_file(source, name)) is not None]
+
+
+def _indexed(source: str, index: Path) -> list[str]:
+    """The names of the files that an index is of."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(names)
+    reason = "it must be a JSON object with a weight_map of names of tensors to names of files"
+    raise ExportError(f"'{source}' cannot be loaded: {index.name} is no index: {reason}")
 
 
 def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
+    defaults, more = find_file(source, DEFAULTS), dict[str, Any]()
+    if defaults is not None and read_object(defaults) is None:  # transformers takes no other JSON than objects
+        more["generation_config"] = GenerationConfig.from_model_config(config)
+    if method_of(config) == WIDENED:
+        more["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         with quiet(), narrowly(weight_files(source)):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -196,13 +220,15 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
-                **({"quantization_config": Mxfp4Config(dequantize=True)} if method_of(config) == WIDENED else {}),
+                **more,
             )
     except SafetensorError as error:
         raise ExportError(
             f"'{source}' cannot be loaded: its weights are incomplete or a git-lfs pointer ({first_line(error)});"
             " download them again"
         ) from None
+    except ExportError:
+        raise
     except Exception as error:  # an architecture's own code raises what it likes
         raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
     if fault := _fault(report, list(model.state_dict()), config):
@@ -261,8 +287,14 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+def _ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of them, or none. Raises ExportError for anything else."""
+    found = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(each) is not int for each in found):
+        raise ExportError(
+            f"generation_config.json: eos_token_id must be a token id or a list of them, not {shown(value)}"
+        )
+    return tuple(found)
 
 
 def _sampling(generation: GenerationConfig) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ..errors import UsageError
+from ..engines.providers import first_line
+from ..errors import ExportError, UsageError
 from .recurrent import is_understood
 
 WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
@@ -79,6 +81,18 @@ def _is_encoder(config: Any) -> bool:
     """Whether tokens see those after them: classes that fill in masks do, unless they are told to decode."""
     decodes = getattr(config.get_text_config(), "is_decoder", True)
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+
+
+@contextlib.contextmanager
+def own_code(architecture: str) -> Iterator[None]:
+    """An architecture's own code, which raises what it likes, runs inside: that becomes an ExportError naming it."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ExportError(f"{architecture} cannot be exported: its code in transformers raises {reason}") from error
 
 
 def method_of(config: Any) -> str | None:

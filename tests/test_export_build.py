@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,12 +169,16 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
         ("empty", "", r"missing$"),
         ("adapter", "adapter_config.json", "an adapter .LoRA.: merge it"),
         ("gguf", "model.Q4_0.gguf", "GGUF files are not read"),
-    ):
+    ):  # who publishes an adapter may leave its model's config.json beside it
         (tmp_path / name).mkdir()
         if there:
             (tmp_path / name / there).touch()
         with pytest.raises(ExportError, match=rf"config\.json is missing.*{hint}" if there else hint):
             export_pair(tmp_path / name, None, tmp_path / "out")
+    (tmp_path / "adapter" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    with pytest.raises(ExportError, match=r"its weights are missing; it is an adapter .LoRA.: merge it"):
+        export_pair(tmp_path / "adapter", None, tmp_path / "out")
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
@@ -255,6 +260,32 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
     with pytest.raises(ExportError, match=r"incomplete or a git-lfs pointer \(.*\); download them again") as caught:
         load(source)
     assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'])
+def test_an_index_of_weights_that_is_none(save: Save, tmp_path: Path, text: str) -> None:
+    source = save()
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ExportError, match=r"cannot be loaded: model\.safetensors\.index\.json is no index: it must"):
+        export_pair(source, None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("ends", [[[0]], "0", [0.0], [None], True])
+def test_ends_of_text_that_are_no_ids_are_named(save: Save, ends: Any) -> None:
+    source = save()
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ExportError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        load(source)
+
+
+def test_a_configuration_need_name_no_ends(save: Save) -> None:
+    """CPM-Ant's has neither beginning nor end."""
+    source = save("CpmAntConfig", dim_head=16, dim_ff=64, prompt_length=2, prompt_types=2, segment_types=2)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if not k.endswith("os_token_id")}))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    found = load(source)
+    assert found.bos_token_id is None and found.eos_token_ids == ()
 
 
 @pytest.mark.parametrize(("bos", "found"), [(0, 0), (511, 511), (512, None), (50256, None), (-1, None), (None, None)])
@@ -491,11 +522,15 @@ def test_graphs_hold_nothing_that_no_node_reads(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
-def test_what_a_program_logs_is_its_own_affair_again_after_an_export(before: int) -> None:
+def test_what_a_program_logs_is_its_own_affair_again_after_an_export(
+    before: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     logging.disable(before)
     try:
         with capture._quiet():
             assert logging.root.manager.disable == max(before, logging.WARNING)
+            print("def forward(self, arg0_1): ...", file=sys.stderr)
         assert logging.root.manager.disable == before
+        assert capsys.readouterr().err == "", "graphs that torch gave up are printed"
     finally:
         logging.disable(logging.NOTSET)

@@ -79,7 +79,11 @@ def test_what_else_it_asks_for_is_named(
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("{", "is not a JSON object"), ('{"repetition_penalty": 1.1}', "asks for repetition_penalty")],
+    [
+        ("{", "is not a JSON object"),
+        ("null", "is not a JSON object"),
+        ('{"repetition_penalty": 1.1}', "asks for repetition_penalty"),
+    ],
 )
 def test_an_export_says_so(source: Path, tmp_path: Path, text: str, line: str) -> None:
     said: list[str] = []
