@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,7 +21,8 @@ from ..errors import BundleError, UsageError
 from .prompts import Chat
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of old checkpoints that bring several templates
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names where a checkpoint brings several templates
+ALWAYS = ("add_generation_prompt", "documents", "tools")  # what may be given to any template, as transformers does
 
 
 class ChatTemplate:
@@ -33,6 +34,8 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            parsed = map(environment.parse, sources.values())
+            self._read = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except TemplateError as error:
             raise BundleError(f"the bundle's chat template is none: {_line(error)}") from None
 
@@ -55,9 +58,17 @@ class ChatTemplate:
             )
         return cls(sources, _special_tokens(config))
 
+    def check(self, variables: Mapping[str, Any]) -> None:
+        """Raise UsageError for a variable that no template reads, as one that is misspelt."""
+        for name in variables:
+            if name not in self._read and name not in ALWAYS:
+                read = ", ".join(sorted(self._read - self._tokens.keys() - {"messages"})) or "none"
+                raise UsageError(f"the bundle's chat template reads no variable '{name}' (it reads: {read})")
+
     def render(self, chat: Chat) -> str:
-        """The prompt as text, special tokens written out. Raises UsageError with what the template says of messages
-        that it does not take."""
+        """The prompt as text, special tokens written out. Raises UsageError for a variable that is not read, and with
+        what the template says of messages that it does not take."""
+        self.check(chat.variables)
         tools = bool(chat.variables.get("tools")) and WITH_TOOLS in self._templates
         known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
         try:
