@@ -21,6 +21,7 @@ from .canonical import Canonical, capture_to, simplify_and_pack
 from .checkpoint import (
     Checkpoint,
     load,
+    open_tokenizer,
     other_reading,
     quiet,
     read_config,
@@ -125,9 +126,10 @@ def export_pair(
 
 def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progress) -> None:
     """What decoding needs besides weights; tells of what is left out or read otherwise, and what comes next."""
-    save_texts(target, folder)
+    theirs = open_tokenizer(target)
+    save_texts(target, folder, theirs)
     keep_readable(folder, progress)
-    if otherwise := other_reading(target, tokens):
+    if otherwise := other_reading(theirs, tokens):
         progress(f"target: {otherwise}")
     progress(f"target: reading {target}")
 

@@ -20,6 +20,7 @@ from transformers.utils import cached_file, logging
 from ..bundle import SAMPLING
 from ..engines.providers import first_line
 from ..errors import ExportError, shown
+from .conversations import MAP, in_files, keep_conversations
 from .defaults import FILE as DEFAULTS
 from .defaults import read_object
 from .pairing import Vocabulary
@@ -139,14 +140,26 @@ def vocabulary(source: str, config: Any) -> Vocabulary:
     return Vocabulary.read(source, find_file(source, "tokenizer.json"), int(config.get_text_config().vocab_size))
 
 
-def save_texts(source: str, folder: Path) -> None:
-    """Copy what decoding needs besides weights, as it is: the tokenizer, its settings and chat template, defaults.
+def open_tokenizer(source: str) -> Any:
+    """transformers' tokenizer of a checkpoint; None if it knows none: a class of its own, not of transformers."""
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception:  # what a tokenizer's own code raises
+        return None
+
+
+def save_texts(source: str, folder: Path, theirs: Any) -> None:
+    """Copy what decoding needs besides weights: the tokenizer, its settings and chat template, defaults; all as it is,
+    but for what ``theirs``, transformers' tokenizer, knows of conversations from elsewhere (``conversations.py``).
 
     Raises ExportError if there is no ``tokenizer.json``, the one form that needs no transformers.
     """
+    root = Path(source)
     for name in TEXTS:
         path = find_file(source, name)
         if path is not None:
+            root = path.parent
             try:
                 shutil.copyfile(path, folder / name)
             except PermissionError as error:
@@ -157,16 +170,23 @@ def save_texts(source: str, folder: Path) -> None:
                 " transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
 
+    if (known := getattr(theirs, "chat_template", None)) is not None:
+        templates = known if isinstance(known, dict) else {}
+        keep_conversations(folder, templates, theirs.special_tokens_map, alone=True)
+    elif theirs is None:
+        find_file(source, MAP)  # which is where the others are, then
+        keep_conversations(folder, *in_files(root))
 
-def other_reading(source: str, own: Vocabulary) -> str | None:
-    """What transformers' tokenizer of a checkpoint reads otherwise than its ``tokenizer.json``, by which a bundle goes
-    (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found."""
+
+def other_reading(theirs: Any, own: Vocabulary) -> str | None:
+    """What ``theirs``, transformers' tokenizer of a checkpoint, reads otherwise than its ``tokenizer.json``, by which a
+    bundle goes (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found, or there is
+    none to compare with."""
     try:
         with quiet():
-            theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             text = PROBE + " ".join(theirs.get_added_vocab())
             found = theirs(text)["input_ids"]
-    except Exception:  # a class of its own, not of transformers: there is nothing to compare with
+    except Exception:  # a class of its own
         return None
     encoding = own.tokenizer.encode(text)
     if list(found) == encoding.ids:

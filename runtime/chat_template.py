@@ -16,12 +16,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..bundle import Bundle, read_json
+from ..bundle import DEFAULT_TEMPLATE, Bundle, named_templates, read_json, special_tokens
 from ..errors import BundleError, UsageError
 from .prompts import Chat
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # names where a checkpoint brings several templates
+WITH_TOOLS = "tool_use"  # where a checkpoint brings several templates
 ALWAYS = ("add_generation_prompt", "documents", "tools")  # what may be given to any template, as transformers does
 
 
@@ -48,15 +48,15 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise BundleError(f"{bundle.path / CONFIG}: not a tokenizer's settings: no object")
         if FILE in files:
-            sources = {DEFAULT: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
+            sources = {DEFAULT_TEMPLATE: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
         else:
-            sources = _named(config.get("chat_template"))
-        if DEFAULT not in sources:
+            sources = named_templates(config.get("chat_template"))
+        if DEFAULT_TEMPLATE not in sources:
             raise BundleError(
                 f"bundle '{bundle.path}' has no chat template ({FILE}, or chat_template in {CONFIG}):"
                 " its model continues text; give it a prompt"
             )
-        return cls(sources, _special_tokens(config))
+        return cls(sources, special_tokens(config))
 
     def check(self, variables: Mapping[str, Any]) -> None:
         """Raise UsageError for a variable that no template reads, as one that is misspelt."""
@@ -72,24 +72,11 @@ class ChatTemplate:
         tools = bool(chat.variables.get("tools")) and WITH_TOOLS in self._templates
         known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
         try:
-            return self._templates[WITH_TOOLS if tools else DEFAULT].render({**known, "messages": chat.messages})
+            return self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE].render(
+                {**known, "messages": chat.messages}
+            )
         except Exception as error:  # a template does what it likes
             raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
-
-
-def _named(found: object) -> dict[str, str]:
-    """Templates by name: one alone is the default, a list has objects with ``name`` and ``template``."""
-    if isinstance(found, str):
-        return {DEFAULT: found}
-    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-    return {str(each.get("name")): text for each in entries if isinstance(text := each.get("template"), str)}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like: text, or an object with the text as ``content``."""
-    found = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 class _Generation(Extension):
