@@ -34,6 +34,7 @@ from .draft_ids import DraftIds
 from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
+from .hub import require_there
 from .mtp import OwnLayers, has_own_layers, own_layers
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
@@ -197,13 +198,6 @@ def _in_one_step(
         progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
         return InOneStep()
     return InOneStep(mask)
-
-
-def require_there(source: str) -> str:
-    """``source``. Raises ExportError for one that looks like a path, not like a hub id, and leads nowhere."""
-    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not Path(source).exists():
-        raise ExportError(f"no checkpoint '{source}': no such directory (nor is it a hub id, like OWNER/NAME)")
-    return source
 
 
 def _require_logits(target: Vocabulary) -> None:

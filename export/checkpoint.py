@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.utils import cached_file, logging
@@ -80,7 +81,8 @@ def read_config(source: str | Path) -> Any:
     if _lacks_weights(Path(place)) and (instead := _instead(Path(place))):
         raise ExportError(f"'{place}' is not a checkpoint: its weights are missing{instead}")
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        with quiet():
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except StrictDataclassError as error:  # it says which check failed, its cause why
         raise ExportError(f"config.json of '{place}' is wrong: {first_line(error.__cause__ or error)}") from None
     except Exception as error:  # a configuration's own code raises what it likes
@@ -295,13 +297,15 @@ def _some(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Progress is the caller's to show, and what transformers reports is judged, not printed."""
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    """Progress is the caller's to show, and what transformers and the hub's library report is judged, not printed."""
+    shown, verbosity, hub = logging.is_progress_bar_enabled(), logging.get_verbosity(), hub_logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
+        hub_logging.set_verbosity(hub)
         logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,16 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import onnx_ir as ir  # noqa: E402
+from huggingface_hub import errors  # noqa: E402
+from huggingface_hub.utils import logging as hub_logging  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
-from leadout.export import build, canonical, capture  # noqa: E402
+from leadout.export import build, canonical, capture, hub  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
-from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
+from leadout.export.checkpoint import _is_further_layer, _sampling, load, quiet  # noqa: E402
 from leadout.export.refusals import context_length, refusal  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -164,6 +167,48 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert not ran.exists()
 
 
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (None, None),
+        (errors.RepositoryNotFoundError, "no repository on the hub that can be read from here"),
+        (errors.GatedRepoError, None),
+        (errors.RemoteEntryNotFoundError, None),
+        (ConnectionError("no network\nat all"), r"the hub could not be asked .no network.$"),
+        (errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), r"could not be asked .HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_name_that_no_directory_has_is_asked_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, fault: str | None
+) -> None:
+    asked: list[str] = []
+
+    def ask(url: str) -> None:
+        asked.append(url)
+        if isinstance(answer, type):
+            raise answer("what the hub says", response=SimpleNamespace(headers={}, request=None))
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", ask)
+    if fault is None:
+        assert require_there("owner/name") == "owner/name", "who reads it says more"
+    else:
+        for call in (lambda: require_there("owner/name"), lambda: export_pair("owner/name", None, tmp_path / "out")):
+            with pytest.raises(ExportError, match=rf"^no checkpoint 'owner/name': there is no directory .* {fault}"):
+                call()
+    assert len(asked) == (1 if fault is None else 2) and asked[0].endswith("/owner/name/resolve/main/config.json")
+    with pytest.raises(ExportError, match=r"no checkpoint 'an id': no such directory .nor is it a hub id"):
+        require_there("an id")
+
+
+def test_what_the_hub_s_library_logs_is_not_printed_in_between() -> None:
+    before = hub_logging.get_verbosity()
+    with quiet():
+        assert hub_logging.get_verbosity() == logging.ERROR
+    assert hub_logging.get_verbosity() == before
+
+
 def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for name, there, hint in (
         ("empty", "", r"missing$"),
@@ -182,7 +227,6 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
-    assert require_there("owner/name") == "owner/name", "a hub's to know"
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf"}
 
 
