@@ -25,7 +25,7 @@ from .conversations import MAP, in_files, keep_conversations
 from .defaults import FILE as DEFAULTS
 from .defaults import read_object
 from .pairing import Vocabulary
-from .refusals import WIDENED, context_length, method_of, name_of, refusal
+from .refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
 from .stored import Stored, keep_stored, narrowly
 from .writing import TEXTS
 
@@ -92,7 +92,9 @@ def read_config(source: str | Path) -> Any:
                 " run"
             ) from None
         raise ExportError(f"no checkpoint '{place}': {first_line(error)}") from None
-    if reason := refusal(config):
+    with own_code(name_of(config)):
+        reason = refusal(config)
+    if reason:
         raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
     return config
 

@@ -109,6 +109,11 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
+            {"model_type": "musicgen", "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+            | {"decoder": {"model_type": "musicgen_decoder"}},
+            "musicgen.*raises ValueError: Multiple valid text configs",
+        ),
+        (
             {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
             r"llama.*quantised \(awq\); export the",
         ),
