@@ -31,6 +31,7 @@ FORMAT = 1
 MANIFEST = "leadout.json"
 ROLES = ("target", "draft")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
 DTYPES = ("float32", "float16")
 VARIANTS = {
     "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa"),
@@ -213,6 +214,22 @@ def read_json(path: Path, kind: str) -> Any:
         raise BundleError(f"{path}: not {kind}: its brackets are nested too deep") from None
     except ValueError as error:
         raise BundleError(f"{path}: not {kind}: {error}") from None
+
+
+def named_templates(found: object) -> dict[str, str]:
+    """A tokenizer's ``chat_template`` as templates by name: one alone is the default, a list has objects with ``name``
+    and ``template``."""
+    if isinstance(found, str):
+        return {DEFAULT_TEMPLATE: found}
+    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return {str(each.get("name")): text for each in entries if isinstance(text := each.get("template"), str)}
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, of a tokenizer's settings: text, or an object with the text as ``content``."""
+    found = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:

@@ -20,9 +20,8 @@ from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .checkpoint import (
     Checkpoint,
-    context_length,
-    is_recurrent,
     load,
+    open_tokenizer,
     other_reading,
     quiet,
     read_config,
@@ -35,11 +34,13 @@ from .draft_ids import DraftIds
 from .experts import never_alone, unrounded_experts
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .head_checkpoint import Head, read_head
+from .hub import require_there
 from .mtp import OwnLayers, has_own_layers, own_layers
 from .pairing import Vocabulary
 from .parity import ImprecisionError, check_graph
 from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .quantize import ROUNDINGS, quantize
+from .refusals import context_length, is_recurrent
 from .rewrite import let_go
 from .smooth import observe, smooth
 from .tree import to_tree, to_tree_gqa
@@ -126,9 +127,10 @@ def export_pair(
 
 def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progress) -> None:
     """What decoding needs besides weights; tells of what is left out or read otherwise, and what comes next."""
-    save_texts(target, folder)
+    theirs = open_tokenizer(target)
+    save_texts(target, folder, theirs)
     keep_readable(folder, progress)
-    if otherwise := other_reading(target, tokens):
+    if otherwise := other_reading(theirs, tokens):
         progress(f"target: {otherwise}")
     progress(f"target: reading {target}")
 
@@ -196,13 +198,6 @@ def _in_one_step(
         progress("draft: it has another tokenizer, and so says one token a step; its mask token is left out")
         return InOneStep()
     return InOneStep(mask)
-
-
-def require_there(source: str) -> str:
-    """``source``. Raises ExportError for one that looks like a path, not like a hub id, and leads nowhere."""
-    if (source.startswith(("/", ".", "~")) or source.count("/") > 1) and not Path(source).exists():
-        raise ExportError(f"no checkpoint '{source}': no such directory (nor is it a hub id, like OWNER/NAME)")
-    return source
 
 
 def _require_logits(target: Vocabulary) -> None:

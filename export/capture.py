@@ -12,6 +12,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import io
 import logging
 import sys
 import warnings
@@ -31,6 +32,7 @@ from .experts import arrange
 from .kept import cache_name, graph_layers
 from .lowerings import lowered, symbolic
 from .recurrent import Memory, evenly, recurring
+from .refusals import TRACED_SLOTS
 from .sinks import RAW_SCORES, SCORES
 from .stored import Standins
 from .taps import FeatureReader, tapped
@@ -279,7 +281,7 @@ def _names(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> dic
 
 def _example(shapes: tuple[CacheShape, ...], recurrence: Recurrence | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example inputs of the trace, and which of their dimensions are free."""
-    batch, new, slots = 2, 3, 64
+    batch, new, slots = 2, 3, TRACED_SLOTS
     ids = torch.ones(batch, new, dtype=torch.long)
     past = [torch.zeros(batch, s.heads, slots, d) for s in shapes for d in (s.key_dim, s.value_dim)]
     inputs = {
@@ -316,11 +318,12 @@ def _pin_rope(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter reports on torchvision and on itself; what matters of it comes as an exception."""
+    """torch's exporter reports on torchvision and on itself, and prints graphs that it gave up; what matters comes as
+    an exception."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file, logging
 
 from ..bundle import SAMPLING
 from ..engines.providers import first_line
-from ..errors import ExportError, UsageError, shown
+from ..errors import ExportError, shown
+from .conversations import MAP, in_files, keep_conversations
+from .defaults import FILE as DEFAULTS
+from .defaults import read_object
 from .pairing import Vocabulary
-from .recurrent import is_understood
+from .refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
 from .stored import Stored, keep_stored, narrowly
 from .writing import TEXTS
 
@@ -33,12 +36,8 @@ OUTPUTS = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
-_WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
-
-
-_ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,8 +78,11 @@ def read_config(source: str | Path) -> Any:
     place = str(source)
     if Path(place).exists() and not (Path(place) / "config.json").is_file():
         raise ExportError(f"'{place}' is not a checkpoint: config.json is missing{_instead(Path(place))}")
+    if _lacks_weights(Path(place)) and (instead := _instead(Path(place))):
+        raise ExportError(f"'{place}' is not a checkpoint: its weights are missing{instead}")
     try:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        with quiet():
+            config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except StrictDataclassError as error:  # it says which check failed, its cause why
         raise ExportError(f"config.json of '{place}' is wrong: {first_line(error.__cause__ or error)}") from None
     except Exception as error:  # a configuration's own code raises what it likes
@@ -90,8 +92,10 @@ def read_config(source: str | Path) -> Any:
                 " run"
             ) from None
         raise ExportError(f"no checkpoint '{place}': {first_line(error)}") from None
-    if reason := _refusal(config):
-        raise ExportError(f"{_name(config)} cannot be exported: {reason}")
+    with own_code(name_of(config)):
+        reason = refusal(config)
+    if reason:
+        raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
     return config
 
 
@@ -104,20 +108,9 @@ def _instead(place: Path) -> str:
     return ""
 
 
-def context_length(config: Any, wanted: int | None = None) -> int:
-    """Tokens of context: what the checkpoint was trained for, or ``wanted`` if that is less.
-
-    Raises UsageError if ``wanted`` is outside its range.
-    """
-    text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    limit = next((int(value) for name in names if (value := getattr(text, name, None))), 2048)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this, a row's factors would depend on the rest of its batch
-        limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
-    if wanted is not None and not 2 <= wanted <= limit:
-        raise UsageError(f"max-context must be between 2 and {limit} for {_name(config)}, not {wanted}")
-    return wanted or limit
+def _lacks_weights(place: Path) -> bool:
+    """Whether a directory has a model's configuration and no weights; what an adapter learnt are none."""
+    return place.is_dir() and not any(found for name in ("model*", "pytorch_model*") for found in place.glob(name))
 
 
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
@@ -127,12 +120,13 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
     context = context_length(config, max_context)
     model = _read_model(str(source), config)
     if model.get_output_embeddings() is None:
-        raise ExportError(f"{_name(config)} cannot be exported: it has no language-model head")
+        raise ExportError(f"{name_of(config)} cannot be exported: it has no language-model head")
     text = config.get_text_config()
     generation = model.generation_config
+    ends = generation.eos_token_id
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     # Smaller vocabularies keep GPT-2's default of 50256 or say -1: what is no id of the model begins no text.
-    bos = text.bos_token_id
+    bos = getattr(text, "bos_token_id", None)
     bos = bos if isinstance(bos, int) and 0 <= bos < vocab_size else None
     return Checkpoint(
         source=str(source),
@@ -140,7 +134,7 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
         vocab_size=vocab_size,
         max_context=context,
         bos_token_id=bos,
-        eos_token_ids=_ids(generation.eos_token_id if generation.eos_token_id is not None else text.eos_token_id),
+        eos_token_ids=_ids(ends if ends is not None else getattr(text, "eos_token_id", None)),
         sampling=_sampling(generation),
     )
 
@@ -150,14 +144,26 @@ def vocabulary(source: str, config: Any) -> Vocabulary:
     return Vocabulary.read(source, find_file(source, "tokenizer.json"), int(config.get_text_config().vocab_size))
 
 
-def save_texts(source: str, folder: Path) -> None:
-    """Copy what decoding needs besides weights, as it is: the tokenizer, its settings and chat template, defaults.
+def open_tokenizer(source: str) -> Any:
+    """transformers' tokenizer of a checkpoint; None if it knows none: a class of its own, not of transformers."""
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception:  # what a tokenizer's own code raises
+        return None
+
+
+def save_texts(source: str, folder: Path, theirs: Any) -> None:
+    """Copy what decoding needs besides weights: the tokenizer, its settings and chat template, defaults; all as it is,
+    but for what ``theirs``, transformers' tokenizer, knows of conversations from elsewhere (``conversations.py``).
 
     Raises ExportError if there is no ``tokenizer.json``, the one form that needs no transformers.
     """
+    root = Path(source)
     for name in TEXTS:
         path = find_file(source, name)
         if path is not None:
+            root = path.parent
             try:
                 shutil.copyfile(path, folder / name)
             except PermissionError as error:
@@ -168,16 +174,23 @@ def save_texts(source: str, folder: Path) -> None:
                 " transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
 
+    if (known := getattr(theirs, "chat_template", None)) is not None:
+        templates = known if isinstance(known, dict) else {}
+        keep_conversations(folder, templates, theirs.special_tokens_map, alone=True)
+    elif theirs is None:
+        find_file(source, MAP)  # which is where the others are, then
+        keep_conversations(folder, *in_files(root))
 
-def other_reading(source: str, own: Vocabulary) -> str | None:
-    """What transformers' tokenizer of a checkpoint reads otherwise than its ``tokenizer.json``, by which a bundle goes
-    (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found."""
+
+def other_reading(theirs: Any, own: Vocabulary) -> str | None:
+    """What ``theirs``, transformers' tokenizer of a checkpoint, reads otherwise than its ``tokenizer.json``, by which a
+    bundle goes (tokens that are nowhere but in ``tokenizer_config.json``, say); None if nothing was found, or there is
+    none to compare with."""
     try:
         with quiet():
-            theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             text = PROBE + " ".join(theirs.get_added_vocab())
             found = theirs(text)["input_ids"]
-    except Exception:  # a class of its own, not of transformers: there is nothing to compare with
+    except Exception:  # a class of its own
         return None
     encoding = own.tokenizer.encode(text)
     if list(found) == encoding.ids:
@@ -198,16 +211,30 @@ def find_file(source: str, name: str) -> Path | None:
 
 
 def weight_files(source: str) -> list[Path]:
-    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none."""
+    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none. Raises ExportError
+    for an index that is none."""
     index = find_file(source, "model.safetensors.index.json")
-    names = ["model.safetensors"]
-    if index is not None:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    names = ["model.safetensors"] if index is None else _indexed(source, index)
     return [path for name in names if (path := find_file(source, name)) is not None]
+
+
+def _indexed(source: str, index: Path) -> list[str]:
+    """The names of the files that an index is of."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if all(isinstance(name, str) for name in names):
+            return sorted(names)
+    reason = "it must be a JSON object with a weight_map of names of tensors to names of files"
+    raise ExportError(f"'{source}' cannot be loaded: {index.name} is no index: {reason}")
 
 
 def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
+    defaults, more = find_file(source, DEFAULTS), dict[str, Any]()
+    if defaults is not None and read_object(defaults) is None:  # transformers takes no other JSON than objects
+        more["generation_config"] = GenerationConfig.from_model_config(config)
+    if method_of(config) == WIDENED:
+        more["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         with quiet(), narrowly(weight_files(source)):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -217,13 +244,15 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
                 attn_implementation="eager",
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
-                **({"quantization_config": Mxfp4Config(dequantize=True)} if _method(config) == _WIDENED else {}),
+                **more,
             )
     except SafetensorError as error:
         raise ExportError(
             f"'{source}' cannot be loaded: its weights are incomplete or a git-lfs pointer ({first_line(error)});"
             " download them again"
         ) from None
+    except ExportError:
+        raise
     except Exception as error:  # an architecture's own code raises what it likes
         raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
     if fault := _fault(report, list(model.state_dict()), config):
@@ -270,66 +299,28 @@ def _some(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Progress is the caller's to show, and what transformers reports is judged, not printed."""
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    """Progress is the caller's to show, and what transformers and the hub's library report is judged, not printed."""
+    shown, verbosity, hub = logging.is_progress_bar_enabled(), logging.get_verbosity(), hub_logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
+        hub_logging.set_verbosity(hub)
         logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
 
-def _refusal(config: Any) -> str | None:
-    """Why no canonical graph can be made of this architecture, or None."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = _kinds(config)
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder; Leadout runs decoders"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "transformers has no causal language model for it"
-    if rope.get("rope_type") == "dynamic":
-        return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
-    if kinds == {"linear_attention"}:
-        return "all of its layers keep recurrent state; Leadout runs those that have attention beside such layers"
-    if is_recurrent(config) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
-        return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
-    if (method := _method(config)) not in (None, _WIDENED):
-        return f"its weights are quantised ({method}); export the original checkpoint"
-    return None
-
-
-def _method(config: Any) -> str | None:
-    """By which method the weights are quantised; None if they are not."""
-    each = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    if not (quantised := next(filter(None, each), None)):
-        return None
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    return str(method or "by an unknown method")
-
-
-def _kinds(config: Any) -> set[str]:
-    """Of layers; none where the configuration does not say."""
-    return set(getattr(config.get_text_config(), "layer_types", None) or ())
-
-
-def is_recurrent(config: Any) -> bool:
-    """Whether some of its layers keep state: a class that may have such need not."""
-    if (kinds := _kinds(config)) and kinds <= _ATTENTION:
-        return False
-    mapping = AutoModelForCausalLM._model_mapping
-    return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
-
-
-def _name(config: Any) -> str:
-    return str((getattr(config, "architectures", None) or [config.model_type])[0])
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+def _ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of them, or none. Raises ExportError for anything else."""
+    found = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(each) is not int for each in found):
+        raise ExportError(
+            f"generation_config.json: eos_token_id must be a token id or a list of them, not {shown(value)}"
+        )
+    return tuple(found)
 
 
 def _sampling(generation: GenerationConfig) -> dict[str, float]:

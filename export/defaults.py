@@ -38,7 +38,7 @@ Progress = Callable[[str], None]
 def keep_readable(folder: Path, progress: Progress) -> None:
     """Remove the copy in ``folder`` if it is not what transformers can read: it takes its own defaults then."""
     path = folder / FILE
-    if path.is_file() and _read(path) is None:
+    if path.is_file() and read_object(path) is None:
         path.unlink()
         progress(f"target: {FILE} is not a JSON object and is left out, with the defaults in it")
 
@@ -54,14 +54,15 @@ def choose_sampling(folder: Path, sampling: Mapping[str, float], progress: Progr
         else:
             progress(f"target: {FILE}: {name} must be {legal}, not {shown(value)}; left out")
     path = folder / FILE
-    asked = (_read(path) if path.is_file() else None) or {}
+    asked = (read_object(path) if path.is_file() else None) or {}
     names = WITHOUT_DEFAULT if sampling else (*WITHOUT_DEFAULT, "repetition_penalty")
     if unmet := sorted(name for name in names if asked.get(name) not in _OFF):
         progress(f"target: {FILE} asks for {', '.join(unmet)}: not among the bundle's defaults")
     return kept
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def read_object(path: Path) -> dict[str, object] | None:
+    """What a JSON file holds; None unless that is an object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

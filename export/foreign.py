@@ -20,6 +20,7 @@ import numpy as np
 from ..bundle import Model, ModelEntry, file_entry
 from ..engines import Engine, open_engine
 from ..errors import EngineError, ExportError
+from .conversations import MAP, MORE, in_files, keep_conversations
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
 from .pairing import Match, Vocabulary, match
@@ -69,6 +70,9 @@ def import_pair(
         for name in TEXTS:
             if (target.root / name).is_file():
                 _copy(target.root / name, target.root, folder)
+        for path in (target.root / MAP, *(target.root / MORE).glob("*.jinja")):
+            _require_inside(path, target.root)
+        keep_conversations(folder, *in_files(target.root))
         progress("writing the manifest")
         provenance = {role: source.root.resolve().name for role, source in sources.items()}
         write_manifest(folder, entries, target.sampling, provenance | {"onnx": metadata.version("onnx")})
@@ -180,7 +184,11 @@ def _vocabulary(source: Source) -> Vocabulary:
     return Vocabulary.read(str(source.root), path if path.is_file() else None, source.vocab_size)
 
 
-def _copy(path: Path, root: Path, folder: Path) -> None:
+def _require_inside(path: Path, root: Path) -> None:
     if not inside(path, root):
         raise ExportError(f"'{path}' is a link that leaves '{root}'")
+
+
+def _copy(path: Path, root: Path, folder: Path) -> None:
+    _require_inside(path, root)
     shutil.copyfile(path, folder / path.name)

@@ -29,6 +29,7 @@ from ..engines.base import BLOCK
 from ..errors import ExportError
 from .checkpoint import Checkpoint
 from .dflash import BlockHead
+from .refusals import own_code
 from .taps import FeatureReader, tapped
 
 ROWS, LENGTH, TOP = 3, 32, 64
@@ -68,14 +69,15 @@ def compute_truth(checkpoint: Checkpoint, reader: FeatureReader | None = None) -
     Rows have LENGTH tokens, or as many as the context takes, and begin with the checkpoint's BOS if it has one.
 
     Rows that the model wrote are rows it is asked to write later; on noise, quantised models look worse than they are.
-    ``reader`` is the head that reads its features. Raises ExportError if a logit is not finite.
+    ``reader`` is the head that reads its features. Raises ExportError if a logit is not finite, or the model's own code
+    fails.
     """
     model, taps = checkpoint.model, () if reader is None else reader.config.taps
     tokens = write_rows(checkpoint, ROWS, min(LENGTH, checkpoint.max_context), seed=0)
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
-        with torch.no_grad(), tapped(model, taps) as streams:
+        with own_code(checkpoint.architecture), torch.no_grad(), tapped(model, taps) as streams:
             rows, read = [], []
             for row in torch.from_numpy(tokens):
                 rows.append(model(input_ids=row[None], use_cache=False).logits[0].float().numpy())
@@ -157,7 +159,7 @@ def _ending_in_blocks(truth: Truth) -> Truth:
 
 def write_rows(checkpoint: Checkpoint, rows: int, length: int, *, seed: int) -> NDArray[np.int64]:
     """[rows, length]: two tokens drawn at random (or BOS and one), then what the model samples at temperature 1, never
-    an end of text. Raises ExportError if a logit is not finite."""
+    an end of text. Raises ExportError if a logit is not finite, or the model's own code fails."""
     vocab, first = checkpoint.vocab_size, checkpoint.bos_token_id
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -173,7 +175,7 @@ def write_rows(checkpoint: Checkpoint, rows: int, length: int, *, seed: int) -> 
                 pad_token_id=0,
                 eos_token_id=[i for i in checkpoint.eos_token_ids if 0 <= i < vocab] or None,
             )
-            with torch.no_grad(), _no_defaults(checkpoint.model):
+            with own_code(checkpoint.architecture), torch.no_grad(), _no_defaults(checkpoint.model):
                 written = checkpoint.model.generate(
                     written,
                     attention_mask=torch.ones_like(written),

@@ -21,6 +21,7 @@ from ..bundle import CacheShape, Recurrence
 from ..errors import ExportError
 from .lowerings import symbolic
 from .recurrent import Memory, TrailLayer, recurring
+from .refusals import own_code
 
 Uncached: type = getattr(cache_utils, "DummyLayer", type(None))  # a layer that keeps nothing (transformers 5.24)
 
@@ -97,13 +98,14 @@ def graph_layers(
 def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
     """What the model keeps of a text, measured with one eager step: every attending layer's cache, but of those that
     read another's (Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for what no length can
-    rewind."""
-    memory, layers = Memory(), _kinds(model)
+    rewind, and where transformers' own code fails."""
+    with own_code(type(model).__name__):
+        memory, layers = Memory(), _kinds(model)
     for i, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
     cache = Cache(layers=layers) if layers else DynamicCache()
-    with torch.no_grad(), recurring(model, memory):
+    with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{cache_name(model): cache})
     shapes = []
     for index, layer in enumerate(cache.layers):

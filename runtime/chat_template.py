@@ -11,17 +11,18 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..bundle import Bundle, read_json
+from ..bundle import DEFAULT_TEMPLATE, Bundle, named_templates, read_json, special_tokens
 from ..errors import BundleError, UsageError
 from .prompts import Chat
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of old checkpoints that bring several templates
+WITH_TOOLS = "tool_use"  # where a checkpoint brings several templates
+ALWAYS = ("add_generation_prompt", "documents", "tools")  # what may be given to any template, as transformers does
 
 
 class ChatTemplate:
@@ -33,6 +34,8 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            parsed = map(environment.parse, sources.values())
+            self._read = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except TemplateError as error:
             raise BundleError(f"the bundle's chat template is none: {_line(error)}") from None
 
@@ -45,40 +48,35 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise BundleError(f"{bundle.path / CONFIG}: not a tokenizer's settings: no object")
         if FILE in files:
-            sources = {DEFAULT: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
+            sources = {DEFAULT_TEMPLATE: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
         else:
-            sources = _named(config.get("chat_template"))
-        if DEFAULT not in sources:
+            sources = named_templates(config.get("chat_template"))
+        if DEFAULT_TEMPLATE not in sources:
             raise BundleError(
                 f"bundle '{bundle.path}' has no chat template ({FILE}, or chat_template in {CONFIG}):"
                 " its model continues text; give it a prompt"
             )
-        return cls(sources, _special_tokens(config))
+        return cls(sources, special_tokens(config))
+
+    def check(self, variables: Mapping[str, Any]) -> None:
+        """Raise UsageError for a variable that no template reads, as one that is misspelt."""
+        for name in variables:
+            if name not in self._read and name not in ALWAYS:
+                read = ", ".join(sorted(self._read - self._tokens.keys() - {"messages"})) or "none"
+                raise UsageError(f"the bundle's chat template reads no variable '{name}' (it reads: {read})")
 
     def render(self, chat: Chat) -> str:
-        """The prompt as text, special tokens written out. Raises UsageError with what the template says of messages
-        that it does not take."""
+        """The prompt as text, special tokens written out. Raises UsageError for a variable that is not read, and with
+        what the template says of messages that it does not take."""
+        self.check(chat.variables)
         tools = bool(chat.variables.get("tools")) and WITH_TOOLS in self._templates
         known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
         try:
-            return self._templates[WITH_TOOLS if tools else DEFAULT].render({**known, "messages": chat.messages})
+            return self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE].render(
+                {**known, "messages": chat.messages}
+            )
         except Exception as error:  # a template does what it likes
             raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
-
-
-def _named(found: object) -> dict[str, str]:
-    """Templates by name: one alone is the default, a list has objects with ``name`` and ``template``."""
-    if isinstance(found, str):
-        return {DEFAULT: found}
-    entries = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
-    return {str(each.get("name")): text for each in entries if isinstance(text := each.get("template"), str)}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like: text, or an object with the text as ``content``."""
-    found = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 class _Generation(Extension):

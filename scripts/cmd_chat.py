@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from .cli import Stopped
 from .cmd_generate import summarise, write_pieces
 from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, given, options, taken
@@ -44,7 +44,7 @@ def command(bundle: str, system: str | None, variables: tuple[str, ...], **setti
     """
     from ..runtime.pair import load
 
-    known = dict(map(variable, variables))
+    known = read_variables(variables)
     where = taken(settings, ENGINE, AHEAD)
     wanted = given(settings)
     with load(bundle, **where, batch_size=1) as pair:
@@ -52,6 +52,19 @@ def command(bundle: str, system: str | None, variables: tuple[str, ...], **setti
             click.echo(pair.note, err=True)
         wanted.setdefault("max_new_tokens", pair.target.spec.max_context)
         converse(pair, [] if system is None else [{"role": "system", "content": system}], known, wanted)
+
+
+def read_variables(texts: Iterable[str]) -> dict[str, Any]:
+    """Of each ``NAME=JSON`` the value by its name. Raises UsageError, for a name that is given twice, too."""
+    found = dict[str, Any]()
+    for text in texts:
+        name, value = variable(text)
+        if name == "messages":
+            raise UsageError("variable 'messages' is the conversation itself; what comes before it is --system")
+        if name in found:
+            raise UsageError(f"variable '{name}' must be given once, not as {shown(found[name])} and {shown(value)}")
+        found[name] = value
+    return found
 
 
 def variable(text: str) -> tuple[str, Any]:
@@ -67,11 +80,11 @@ def variable(text: str) -> tuple[str, Any]:
 
 def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]) -> None:
     """Answer line after line of stdin, each after all before it. Raises what cannot be answered: before the first line
-    what is wrong with the bundle or the settings, ContextError once the conversation has become too long."""
+    what is wrong with bundle, settings or variables, ContextError once the conversation has become too long."""
     from ..runtime.pair import Chat
 
     pair.settings(settings)
-    assert pair.chat_template  # one that is missing is missed now
+    pair.chat_template.check(variables)  # a template that is missing is missed now
     for line in lines():
         messages.append({"role": "user", "content": line})
         stream = pair.stream(Chat(messages, **variables), **settings)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ..bundle import Bundle, read_manifest
 from ..errors import ExportError, UsageError
 from ..export.draft_choice import number_or_word
 
@@ -77,6 +78,7 @@ def command(
             if onnx_draft is not None:
                 raise UsageError("--draft-from-onnx goes with --from-onnx; give the draft with --draft")
             from ..export.build import export_pair
+            from .chat_probe import difference
 
             export_pair(
                 str(target),
@@ -90,6 +92,8 @@ def command(
                 max_context=max_context,
                 progress=tell,
             )
+            if line := difference(Bundle(output, read_manifest(output)), str(target)):
+                tell(line)
         else:
             given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
             if any(each is not None for each in given):

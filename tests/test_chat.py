@@ -111,7 +111,8 @@ def test_a_prompt_is_the_text_that_transformers_makes(
 ) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    for more in ({}, {"add_generation_prompt": False}, {"enable_thinking": False, "date_string": "1 May 2026"}):
+    own = {"chatml": {"enable_thinking": False}, "tools": {"date_string": "1 May 2026"}}.get(name, {})
+    for more in ({}, {"add_generation_prompt": False}, own):
         known = {"add_generation_prompt": True, **variables, **more}
         try:
             expected = render_jinja_template([messages], chat_template=TEMPLATES[name], **known, **TOKENS)[0][0]
@@ -330,6 +331,32 @@ def test_variables_reach_the_template(tiny_bundle: Path, tmp_path: Path) -> None
     for wrong in ("a", "a=nonsense", "=1"):
         result = run("chat", place, "--variable", wrong, input="x\n")
         assert result.exit_code == 2 and f"variable '{wrong}' is not NAME=JSON" in result.stderr
+
+
+def test_a_variable_that_no_template_reads_is_named() -> None:
+    """It would be without effect, as transformers leaves it; one that is set where it is not given is read."""
+    late = "{% if not cutoff is defined %}{% set cutoff = '2023' %}{% endif %}"
+    late += "{% macro f(x) %}{{ x ~ depth }}{% endmacro %}"
+    template = ChatTemplate({"default": CHATML + late, "tool_use": TOOLS}, TOKENS)
+    for name in ("enable_thinking", "cutoff", "depth", "date_string", "tools", "documents", "add_generation_prompt"):
+        template.render(Chat(TURNS, **{name: None}))
+    known = r"add_generation_prompt, cutoff, date_string, depth, documents, enable_thinking, tools"
+    for name in ("enable_thinkin", "message", "ns", "x", "raise_exception"):
+        with pytest.raises(UsageError, match=rf"reads no variable '{name}' \(it reads: {known}\)"):
+            template.render(Chat(HELLO, **{name: False}))
+    with pytest.raises(UsageError, match=r"reads no variable 'a' \(it reads: none\)"):
+        ChatTemplate({"default": "{{ bos_token ~ messages }}"}, TOKENS).check({"a": 1})
+
+
+def test_variables_are_given_once_and_messages_are_none(chatty: Path) -> None:
+    for given, line in (
+        (("messages=[]",), "variable 'messages' is the conversation itself"),
+        (("a=1", "a=2"), "variable 'a' must be given once, not as 1 and 2"),
+        (("a=1",), "reads no variable 'a' (it reads: add_generation_prompt)"),
+    ):
+        options = [each for text in given for each in ("--variable", text)]
+        result = run("chat", chatty, *options, "--threads", 1)
+        assert result.exit_code == 2 and line in result.stderr, result.output
 
 
 class Interrupted:

@@ -24,10 +24,11 @@ from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
-from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
+from leadout.export.checkpoint import Checkpoint  # noqa: E402
 from leadout.export.eagle import FeatureHead  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
 from leadout.export.parity import check_graph  # noqa: E402
+from leadout.export.refusals import context_length  # noqa: E402
 from leadout.export.smooth import Rounding, observe, smooth  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 
@@ -320,6 +321,22 @@ def test_a_head_reads_what_its_layers_say(read: tuple[str, Canonical], tmp_path:
     off = dataclasses.replace(captured, truth=dataclasses.replace(truth, features=truth.features[:, ::-1]))
     with pytest.raises(ExportError, match="features differ from transformers'"):
         off.checked("pack", tmp_path / "target" / "pack.onnx", silent)
+
+
+@pytest.mark.slow
+def test_tokens_are_dropped_nowhere_within_the_context(tmp_path: Path) -> None:
+    """Doge's own code looks whether a cache is longer than its window; a trace asks that once."""
+    config = transformers.DogeConfig(**GROUPED | {"keep_window_size": 64})
+    checkpoint = spread("doge", config)
+    assert checkpoint.max_context == 64
+    entry = build(checkpoint, tmp_path / "target")
+    assert all(node.op_type != "TopK" for node in ir.load(tmp_path / "target" / "model.onnx").graph)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 64))
+    model = spread("doge", config).model
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(tokens), use_cache=False).logits[0].numpy()
+    found = stepped(open_engine(Model(tmp_path / "target", entry)), tokens, 8)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_path: Path) -> None:

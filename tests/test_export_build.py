@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,17 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import onnx_ir as ir  # noqa: E402
+from huggingface_hub import errors  # noqa: E402
+from huggingface_hub.utils import logging as hub_logging  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
-from leadout.export import build, canonical, capture  # noqa: E402
+from leadout.export import build, canonical, capture, hub  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
-from leadout.export.checkpoint import _is_further_layer, _sampling, load  # noqa: E402
+from leadout.export.checkpoint import _is_further_layer, _sampling, load, quiet  # noqa: E402
+from leadout.export.refusals import context_length, refusal  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -41,7 +46,15 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": True,
 }
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 128, "long_factor": [2.0] * 128}
+LONGROPE |= {"original_max_position_embeddings": 64, "factor": 2.0}
 Save = Callable[..., Path]
+
+
+def nested(**rope: Any) -> dict[str, Any]:
+    """``rope_parameters`` of the full layers of two kinds."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    return {"full_attention": {"rope_theta": 1e4, **rope}, "sliding_attention": plain}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +109,11 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
+            {"model_type": "musicgen", "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+            | {"decoder": {"model_type": "musicgen_decoder"}},
+            "musicgen.*raises ValueError: Multiple valid text configs",
+        ),
+        (
             {"model_type": "llama", "quantization_config": {"quant_method": "awq"}},
             r"llama.*quantised \(awq\); export the",
         ),
@@ -108,12 +126,36 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "llama.*dynamic-NTK",
         ),
+        ({"model_type": "gemma3_text", "rope_parameters": nested(rope_type="dynamic", factor=2.0)}, "dynamic-NTK"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": nested(**LONGROPE)},
+            r"gemma3_text.*longrope in one kind of its layers \(full_attention\)",
+        ),
+        ({"model_type": "doge", "keep_window_size": 63}, "doge.*keep_window_size.* must be at least 64, not 63"),
+        ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "conv"]}, "lfm2.*all of its layers"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*an encoder"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     tmp_path: Path, config: dict[str, Any], reason: str
 ) -> None:
     assert refuse_config(tmp_path, **config).match(reason)
+
+
+@pytest.mark.parametrize("name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config"])
+def test_those_beside_them_are_not(name: str) -> None:
+    """Of the same classes, or with the same settings otherwise."""
+    config = getattr(transformers, name)()
+    config.is_decoder = name == "BertConfig"
+    assert refusal(config) is None
+
+
+def test_a_context_ends_where_tokens_would_be_dropped() -> None:
+    config = transformers.DogeConfig(max_position_embeddings=512, keep_window_size=100)
+    assert context_length(config) == 100 and context_length(config, 80) == 80
+    with pytest.raises(UsageError, match="between 2 and 100 for doge, not 101"):
+        context_length(config, 101)
+    assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,21 +172,66 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert not ran.exists()
 
 
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (None, None),
+        (errors.RepositoryNotFoundError, "no repository on the hub that can be read from here"),
+        (errors.GatedRepoError, None),
+        (errors.RemoteEntryNotFoundError, None),
+        (ConnectionError("no network\nat all"), r"the hub could not be asked .no network.$"),
+        (errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set"), r"could not be asked .HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_a_name_that_no_directory_has_is_asked_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, fault: str | None
+) -> None:
+    asked: list[str] = []
+
+    def ask(url: str) -> None:
+        asked.append(url)
+        if isinstance(answer, type):
+            raise answer("what the hub says", response=SimpleNamespace(headers={}, request=None))
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", ask)
+    if fault is None:
+        assert require_there("owner/name") == "owner/name", "who reads it says more"
+    else:
+        for call in (lambda: require_there("owner/name"), lambda: export_pair("owner/name", None, tmp_path / "out")):
+            with pytest.raises(ExportError, match=rf"^no checkpoint 'owner/name': there is no directory .* {fault}"):
+                call()
+    assert len(asked) == (1 if fault is None else 2) and asked[0].endswith("/owner/name/resolve/main/config.json")
+    with pytest.raises(ExportError, match=r"no checkpoint 'an id': no such directory .nor is it a hub id"):
+        require_there("an id")
+
+
+def test_what_the_hub_s_library_logs_is_not_printed_in_between() -> None:
+    before = hub_logging.get_verbosity()
+    with quiet():
+        assert hub_logging.get_verbosity() == logging.ERROR
+    assert hub_logging.get_verbosity() == before
+
+
 def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for name, there, hint in (
         ("empty", "", r"missing$"),
         ("adapter", "adapter_config.json", "an adapter .LoRA.: merge it"),
         ("gguf", "model.Q4_0.gguf", "GGUF files are not read"),
-    ):
+    ):  # who publishes an adapter may leave its model's config.json beside it
         (tmp_path / name).mkdir()
         if there:
             (tmp_path / name / there).touch()
         with pytest.raises(ExportError, match=rf"config\.json is missing.*{hint}" if there else hint):
             export_pair(tmp_path / name, None, tmp_path / "out")
+    (tmp_path / "adapter" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    with pytest.raises(ExportError, match=r"its weights are missing; it is an adapter .LoRA.: merge it"):
+        export_pair(tmp_path / "adapter", None, tmp_path / "out")
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
-    assert require_there("owner/name") == "owner/name", "a hub's to know"
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf"}
 
 
@@ -222,6 +309,32 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
     with pytest.raises(ExportError, match=r"incomplete or a git-lfs pointer \(.*\); download them again") as caught:
         load(source)
     assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'])
+def test_an_index_of_weights_that_is_none(save: Save, tmp_path: Path, text: str) -> None:
+    source = save()
+    (source / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ExportError, match=r"cannot be loaded: model\.safetensors\.index\.json is no index: it must"):
+        export_pair(source, None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("ends", [[[0]], "0", [0.0], [None], True])
+def test_ends_of_text_that_are_no_ids_are_named(save: Save, ends: Any) -> None:
+    source = save()
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ExportError, match=r"generation_config\.json: eos_token_id must be a token id or a list"):
+        load(source)
+
+
+def test_a_configuration_need_name_no_ends(save: Save) -> None:
+    """CPM-Ant's has neither beginning nor end."""
+    source = save("CpmAntConfig", dim_head=16, dim_ff=64, prompt_length=2, prompt_types=2, segment_types=2)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if not k.endswith("os_token_id")}))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    found = load(source)
+    assert found.bos_token_id is None and found.eos_token_ids == ()
 
 
 @pytest.mark.parametrize(("bos", "found"), [(0, 0), (511, 511), (512, None), (50256, None), (-1, None), (None, None)])
@@ -458,11 +571,15 @@ def test_graphs_hold_nothing_that_no_node_reads(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
-def test_what_a_program_logs_is_its_own_affair_again_after_an_export(before: int) -> None:
+def test_what_a_program_logs_is_its_own_affair_again_after_an_export(
+    before: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     logging.disable(before)
     try:
         with capture._quiet():
             assert logging.root.manager.disable == max(before, logging.WARNING)
+            print("def forward(self, arg0_1): ...", file=sys.stderr)
         assert logging.root.manager.disable == before
+        assert capsys.readouterr().err == "", "graphs that torch gave up are printed"
     finally:
         logging.disable(logging.NOTSET)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from leadout.errors import ExportError
 from leadout.export.build import export_pair
-from leadout.export.checkpoint import other_reading, read_config, vocabulary
+from leadout.export.checkpoint import open_tokenizer, other_reading, read_config, vocabulary
 from leadout.export.defaults import FILE, choose_sampling, keep_readable
 
 
@@ -79,7 +79,11 @@ def test_what_else_it_asks_for_is_named(
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("{", "is not a JSON object"), ('{"repetition_penalty": 1.1}', "asks for repetition_penalty")],
+    [
+        ("{", "is not a JSON object"),
+        ("null", "is not a JSON object"),
+        ('{"repetition_penalty": 1.1}', "asks for repetition_penalty"),
+    ],
 )
 def test_an_export_says_so(source: Path, tmp_path: Path, text: str, line: str) -> None:
     said: list[str] = []
@@ -108,7 +112,8 @@ def test_a_target_whose_tokenizer_says_more_than_its_head_is_refused(source: Pat
 
 def test_what_transformers_reads_otherwise_is_said(source: Path, tmp_path: Path) -> None:
     """Tokens that a later training added may be nowhere but in the tokenizer's settings."""
-    assert other_reading(str(source), vocabulary(str(source), read_config(source))) is None
+    own = vocabulary(str(source), read_config(source))
+    assert other_reading(open_tokenizer(str(source)), own) is None
     token = {"content": "<|im_start|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -121,4 +126,4 @@ def test_what_transformers_reads_otherwise_is_said(source: Path, tmp_path: Path)
     assert line.startswith("target: transformers' ") and "reads ' <|im_start|>' as other tokens" in line
     settings = {"tokenizer_class": "OfItsOwn", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert other_reading(str(source), vocabulary(str(source), read_config(source))) is None
+    assert open_tokenizer(str(source)) is None and other_reading(None, own) is None

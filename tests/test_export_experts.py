@@ -28,8 +28,9 @@ from leadout.export import build, experts, lowerings, quantize  # noqa: E402
 from leadout.export.build import export_model, export_pair, silent  # noqa: E402
 from leadout.export.canonical import Canonical  # noqa: E402
 from leadout.export.capture import capture  # noqa: E402
-from leadout.export.checkpoint import Checkpoint, context_length  # noqa: E402
+from leadout.export.checkpoint import Checkpoint  # noqa: E402
 from leadout.export.kept import kept  # noqa: E402
+from leadout.export.refusals import context_length  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 from leadout.scripts.cli import main  # noqa: E402
 

@@ -91,6 +91,21 @@ def test_logits_that_are_not_finite_are_refused(checkpoint: Checkpoint, context:
         compute_truth(dataclasses.replace(checkpoint, max_context=context))
 
 
+def test_an_architecture_whose_own_code_fails_is_named(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("one\ntwo")
+
+    rows = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    reason = r"^LlamaForCausalLM cannot be exported: its code in transformers raises KeyError: 'one"
+    monkeypatch.setattr(checkpoint.model.model, "forward", fail)
+    for generate in (checkpoint.model.generate, lambda *_, **__: rows):
+        monkeypatch.setattr(checkpoint.model, "generate", generate)
+        with pytest.raises(ExportError, match=reason):
+            compute_truth(checkpoint)
+    with pytest.raises(ExportError, match=reason):
+        kept(checkpoint.model)
+
+
 @pytest.mark.parametrize("first", [-1, 512])
 def test_a_bos_that_is_no_token_begins_no_row(checkpoint: Checkpoint, first: int) -> None:
     plain = compute_truth(dataclasses.replace(checkpoint, bos_token_id=None))

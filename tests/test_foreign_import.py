@@ -134,6 +134,23 @@ def test_the_hub_cache_own_links_are_followed(tmp_path: Path) -> None:
     assert Bundle.read(bundle).manifest.models["target"].parity["rewound"] == 0
 
 
+def test_conversations_are_made_as_all_files_say(tmp_path: Path) -> None:
+    root = directory(tmp_path / "model", decoder())
+    (root / "chat_template.jinja").write_text("{{ bos_token }}plain")
+    (root / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}}')
+    (root / "additional_chat_templates").mkdir()
+    (root / "additional_chat_templates/tool_use.jinja").write_text("{{ bos_token }}with {{ tools | length }}")
+    messages = [{"role": "user", "content": "x"}]
+    with leadout.load(import_pair(root, None, tmp_path / "bundle"), threads=1) as pair:
+        assert pair.chat_template.render(leadout.Chat(messages)) == "<s>plain"
+        assert pair.chat_template.render(leadout.Chat(messages, tools=[{}])) == "<s>with 1"
+    (tmp_path / "secret").write_text("{}")
+    (root / "special_tokens_map.json").unlink()
+    (root / "special_tokens_map.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(ExportError, match=r"special_tokens_map\.json' is a link that leaves"):
+        import_pair(root, None, tmp_path / "bundle")
+
+
 def refusal(source: Path, out: Path, draft: Path | None = None) -> str:
     """What import says when it refuses; nothing may be left at ``out`` or beside it."""
     before = sorted(out.parent.iterdir())
