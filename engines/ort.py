@@ -17,12 +17,12 @@ from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_
 from .ort_step import Step
 from .providers import first_line
 from .rounding import even_from, uneven
-from .sessions import Sessions
+from .sessions import RECORDABLE, Sessions
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
 
-_KEPT_STEPS, _KEPT_TURNS = 32, 256  # bindings; the latter where what is read again makes a step another
+_KEPT_STEPS, _MANY_STEPS = 32, 256  # bindings; the latter where one is a graph, or what is read again makes it another
 _EVEN_WIDTH = 2
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
@@ -39,9 +39,9 @@ class SlotEngine:
     Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
     as in a chain only if its slot is the same: sums over other slots have another order.
 
-    On cuda, with ``graphs`` set (it is not: no device has recorded any yet), steps of a shape that comes again run as
-    CUDA graphs, all but prompts and steps that branch; ``graph_error`` says why they cannot, and is empty while they
-    can.
+    On cuda steps run as CUDA graphs, a graph a shape, all but prompts, steps that branch and those of models with
+    features or recurrent layers; ``graph_error`` says why they cannot, and is empty while they can. ``graphs`` is the
+    switch.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class SlotEngine:
 
     @graphs.setter
     def graphs(self, wanted: bool) -> None:
-        if wanted and self._provider != "cuda":
-            raise EngineError(f"provider '{self._provider}' runs without CUDA graphs (possible: cuda)")
+        if wanted and not self._sessions.recordable:
+            raise EngineError(f"provider '{self._provider}' runs without CUDA graphs here (possible: {RECORDABLE})")
         self._sessions.graphs, self._sessions.error = wanted, ""
         self._forget_steps()
         self._run_by(self._variant)
@@ -383,7 +383,7 @@ class SlotEngine:
         elif (size := int(np.prod(shape))) > self._flat.size:
             self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)
             self._forget_steps()
-        if len(self._steps) >= (_KEPT_STEPS if self._kept is None else _KEPT_TURNS):
+        if len(self._steps) >= (_KEPT_STEPS if self._kept is None and not self.graphs else _MANY_STEPS):
             # a prompt's width seldom comes again, a draft's does
             self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
         tree = branching(self._variant, self._model.entry.variants)

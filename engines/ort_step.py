@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
 from .tensorrt.cuda import Cuda
 
-WIDEST_GRAPH, MOST_GRAPHS = 32, 256
-_RUNS_TO_RECORD = 3
+WIDEST_GRAPH, MOST_GRAPHS = 64, 256
+_RUNS_TO_RECORD = 3  # one to allocate, one that is recorded, one that replays
 _NO_GRAPH = "-1"
 
 
@@ -30,9 +31,9 @@ class Step:
     again (``trails.py``). ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
-    ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and its first ``runs`` are those that
-    record. Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies
-    them over when they are bound.
+    ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is recorded when it is first run,
+    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``). Another step on a device has ``copies``:
+    inputs that are bound anew before each run, for ONNX Runtime copies them over when they are bound.
     """
 
     session: Any
@@ -57,7 +58,7 @@ class Step:
     recorded: bool = False
     uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
     copies: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    runs: int = 0
+    recorders: set[int] = dataclasses.field(default_factory=set)
     ids: memoryview = dataclasses.field(init=False)
     places: memoryview = dataclasses.field(init=False)
 
@@ -124,17 +125,21 @@ class Step:
         return self.recorded
 
     def _run_on(self, cuda: Cuda) -> None:
-        with RECORDING.step(records=self.recorded and self.runs < _RUNS_TO_RECORD):
+        records = self.recorded and get_ident() not in self.recorders
+        with RECORDING.step(records=records):
             for address, array in self.uploads:
                 cuda.upload(address, array)
                 cuda.wait()
             for name, value in self.copies:
                 self.binding.bind_ortvalue_input(name, value)
-            if self.options is None:
-                self.session.run_with_iobinding(self.binding)
-            else:
-                self.session.run_with_iobinding(self.binding, self.options)
-        self.runs += 1
+            # All at once, so that a step is slow but once: it reads and writes the same again.
+            for _ in range(_RUNS_TO_RECORD if records else 1):
+                if self.options is None:
+                    self.session.run_with_iobinding(self.binding)
+                else:
+                    self.session.run_with_iobinding(self.binding, self.options)
+        if records:
+            self.recorders.add(get_ident())
 
     def bind(
         self,

@@ -11,13 +11,16 @@ from .declared import require_declared
 from .pages import Pages
 from .providers import open_session
 
+RECORDABLE = "cuda, of models without features or recurrent layers"
+
 
 class Sessions:
     """Sessions on one provider. ``kept`` has those that are open, by variant and whether they record CUDA graphs,
     ``pages`` where their weights are.
 
-    ``graphs`` is whether steps may become CUDA graphs (cuda only); ``error`` says why they cannot, and is empty while
-    they can. ``lean``: see ``open_session``.
+    ``graphs`` is whether steps become CUDA graphs, as they do from the first where they are ``recordable``: nothing
+    they read or write is the host's. ``error`` says why they cannot, and is empty while they can. ``lean``: see
+    ``open_session``.
     """
 
     def __init__(self, model: Model, *, provider: str, threads: int, lean: bool) -> None:
@@ -25,7 +28,8 @@ class Sessions:
         self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
         self.pages = Pages(provider == "cpu" and not lean)
         self.kept: dict[tuple[str, bool], Any] = {}
-        self.graphs, self.error = False, ""
+        self.recordable = provider == "cuda" and model.entry.features is None and model.entry.recurrence is None
+        self.graphs, self.error = self.recordable, ""
 
     def open(self, variant: str, *, branching: bool = False) -> Any:
         """The session of a variant, of which the steps of trees (``branching``) are not recorded. Without CUDA graphs,
