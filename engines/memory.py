@@ -19,10 +19,16 @@ _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "ten
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
-def bucket(slots: int, variant: str) -> int:
-    """``slots`` rounded up. Growing rebinds every shape, so buckets are large; but where attention costs by capacity
-    (all variants that take many rows) they are small while the cache is."""
-    step = _FINE_BUCKET if variant not in ONE_ROW and slots <= _COARSE_FROM else _COARSE_BUCKET
+def steady(variant: str, provider: str) -> bool:
+    """Whether a row's steps cost by what it holds and not by its capacity: one row's graphs do, and a GPU's attention.
+    (Of a GPU's steps the CUDA graphs last as long as its cache stays where it is.)"""
+    return variant in ONE_ROW or provider != "cpu"
+
+
+def bucket(slots: int, *, coarse: bool) -> int:
+    """``slots`` rounded up. Growing rebinds every shape, so buckets are large (``coarse``); but where attention costs
+    by capacity they are small while the cache is."""
+    step = _COARSE_BUCKET if coarse or slots > _COARSE_FROM else _FINE_BUCKET
     return max(step, -(-slots // step) * step)
 
 

@@ -13,7 +13,7 @@ from ..errors import EngineError
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, steady
 from .ort_step import Step
 from .providers import first_line
 from .rounding import even_from, uneven
@@ -283,28 +283,28 @@ class SlotEngine:
         return EngineError(f"{self._model.folder.name} ({self._variant}): {first_line(error)}")
 
     def reserve(self, capacity: int) -> None:
-        """See Engine.reserve. Buckets: multiples of 512 slots; of 128 up to 2048, where attention costs by capacity."""
+        """See Engine.reserve. Slots come in buckets."""
         if capacity <= self._capacity:
             return
         self._check_open()
+        more = bucket(capacity, coarse=steady(self._variant, self._provider))
         batch, self._batch = self._batch, 0  # no cache, until all of it has grown: an interrupt may come in between
         self._forget_steps()
         with RECORDING.step(records=False):
             for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
-                self._cache[i] = buffer.grown(buffer_slots(bucket(capacity, self._variant), self._variant))
-        self._capacity, self._batch = bucket(capacity, self._variant), batch
+                self._cache[i] = buffer.grown(buffer_slots(more, self._variant))
+        self._capacity, self._batch = more, batch
 
     def reset(self, batch: int) -> None:
-        """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another:
-        a row that is alone keeps the most it ever needed, for its steps take no longer for it. Raises EngineError for a
-        batch the variant cannot take."""
+        """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another
+        (``steady``): then rows keep the most they ever needed. Raises EngineError for a batch it cannot take."""
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets += 1
         self._told[0] = NOTHING
         variant = self._choose(batch)
-        fits = variant in ONE_ROW or self._capacity == bucket(1, variant)
-        if self._cache and (variant, batch) == (self._variant, self._batch) and fits:
+        least = bucket(1, coarse=(keeps := steady(variant, self._provider)))
+        if self._cache and (variant, batch) == (self._variant, self._batch) and (keeps or self._capacity == least):
             self.even = True
             self._trails.restart()
             return
@@ -312,9 +312,9 @@ class SlotEngine:
         self._release()
         self._variant = variant
         self.even = True
-        self._batch, self._capacity = batch, bucket(1, variant)
-        shape = batch, buffer_slots(self._capacity, variant)
-        self._cache = fresh_cache(self._model.entry, self._session, shape, self._zeros)
+        self._batch, self._capacity = batch, least
+        slots = buffer_slots(least, variant)
+        self._cache = fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros)
         self._trails = Trails(self._kept, batch)
 
     def copy_row(self, source: int, destination: int) -> None:

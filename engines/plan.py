@@ -10,7 +10,7 @@ from typing import Any
 from ..bundle import ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from .base import MAX_STEP, ModelSpec
-from .memory import bucket
+from .memory import bucket, steady
 from .tensorrt.buildable import require_buildable
 from .variants import sessions
 
@@ -103,7 +103,8 @@ def plan(model: ModelEntry, load: Load) -> Memory:
         )
     slots = load.context + load.draft_length
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
-    slots = (load.capacity or slots) if load.built else bucket(slots, "gqa" if one_row else "grouped")
+    coarse = steady("gqa" if one_row else "grouped", load.provider)
+    slots = (load.capacity or slots) if load.built else bucket(slots, coarse=coarse)
     number = _bytes_of_numbers(model, load)
     chunk = MAX_STEP if load.built else ModelSpec.of(model, narrowest=1, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))

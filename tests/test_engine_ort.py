@@ -260,8 +260,8 @@ def test_reserve_keeps_rows_and_rounds_up(models: dict[str, Model]) -> None:
 
 def test_buckets() -> None:
     sizes = (1, 128, 129, 2048, 2049, 2561)
-    assert [bucket(n, "nonpad") for n in sizes] == [128, 128, 256, 2048, 2560, 3072]
-    assert [bucket(n, "gqa") for n in sizes] == [512, 512, 512, 2048, 2560, 3072]
+    assert [bucket(n, coarse=False) for n in sizes] == [128, 128, 256, 2048, 2560, 3072]
+    assert [bucket(n, coarse=True) for n in sizes] == [512, 512, 512, 2048, 2560, 3072]
 
 
 def test_overflow_is_refused(models: dict[str, Model]) -> None:

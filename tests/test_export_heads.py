@@ -261,7 +261,7 @@ def test_its_features_are_planned_for_and_no_engine_s(made: tuple[Path, Path]) -
         entry = Bundle.read(made[1]).manifest.models[role]
         load = Load(provider="cpu", batch=3, draft_length=4, context=100)
         without = plan(dataclasses.replace(entry, features=None), load)
-        assert plan(entry, load).cache - without.cache == 3 * 4 * SIZE * bucket(104, "grouped")
+        assert plan(entry, load).cache - without.cache == 3 * 4 * SIZE * bucket(104, coarse=False)
     with pytest.raises(ExportError, match="the target gives features, which engines do not"):
         require_buildable(Bundle.read(made[1]).manifest.models["target"], "fp16")
 
