@@ -48,7 +48,7 @@ def check_ahead(
     wanted: DraftAhead, providers: Collection[str], *, draft: ModelEntry | None, vocabulary: VocabularyMap | None
 ) -> DraftAhead:
     """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
-    CPU. Raises UsageError for what is no setting, and where it cannot be."""
+    device (on one GPU, too, they are in each other's way: docs/edge.md). Raises UsageError for what is no setting, and where it cannot be."""
     if wanted not in (True, False, "auto"):
         raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
     if wanted is True and draft is None:
@@ -61,7 +61,7 @@ def check_ahead(
         raise UsageError(_FEATURES)
     if wanted is True and draft is not None and draft.recurrence is not None:
         raise UsageError(_RECURRENT)
-    return False if wanted == "auto" and set(providers) == {"cpu"} else wanted
+    return False if wanted == "auto" and len(set(providers)) == 1 else wanted
 
 
 def drafts_ahead(model: ModelDrafter, costs: Costs, wanted: DraftAhead) -> AheadDrafter | None:

@@ -256,7 +256,7 @@ def load(
     own (for the other rules, which draw from a law, a step of one token may round as is fastest). ``batch_size`` (at
     least 1) is the most prompts that run at once. Costs start from what ``leadout tune`` measured on this device.
     ``draft_ahead``: while one prompt runs, the draft model works on the next round as the target verifies (True, False,
-    or "auto": while that is seen to pay, and never where both run on the CPU), but for trees. Raises BundleError,
+    or "auto": while that is seen to pay, and never where both share a device), but for trees. Raises BundleError,
     EngineError or UsageError.
     """
     exact, batch_size = flag("exact", exact), integer("batch_size", batch_size, 1)

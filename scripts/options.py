@@ -170,7 +170,7 @@ AHEAD: tuple[tuple[str, dict[str, Any]], ...] = (
             "default": "auto",
             "show_default": True,
             "callback": switch,
-            "help": "Let the draft model work while the target does; auto: while it pays, never on a shared CPU.",
+            "help": "Let the draft model work while the target does; auto: while it pays, never on one device.",
         },
     ),
 )
