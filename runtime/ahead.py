@@ -48,7 +48,8 @@ def check_ahead(
     wanted: DraftAhead, providers: Collection[str], *, draft: ModelEntry | None, vocabulary: VocabularyMap | None
 ) -> DraftAhead:
     """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
-    device (on one GPU, too, they are in each other's way: docs/edge.md). Raises UsageError for what is no setting, and where it cannot be."""
+    device (on one GPU, too, they are in each other's way: docs/edge.md). Raises UsageError for what is no setting, and
+    where it cannot be."""
     if wanted not in (True, False, "auto"):
         raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
     if wanted is True and draft is None:
