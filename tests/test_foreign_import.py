@@ -69,6 +69,28 @@ def test_every_drafter_gives_the_text_of_the_target_alone(bundle: Path) -> None:
     assert alone[0] == greedy
 
 
+def test_a_conversation_goes_on_from_what_the_caches_hold(tmp_path: Path) -> None:
+    """Each dialect as the target: turn by turn the answer is that of caches that have read it whole."""
+    roots = [
+        directory(tmp_path / "concat", decoder()),
+        genai_directory(tmp_path / "genai", decoder(Form(gqa=True))),
+    ]
+    for target, draft in (roots, roots[::-1]):
+        bundle = import_pair(target, draft, tmp_path / "bundle")
+        with leadout.load(bundle, threads=1) as talking, leadout.load(bundle, threads=1) as fresh:
+            text = [n % VOCAB for n in range(5, 23)]
+            for turn in range(3):
+                given = {"max_new_tokens": 4, "ignore_eos": True, "draft": ("model", "none")[turn % 2]}
+                resumed = talking.generate(text, temperature=0, **given)
+                fresh.forget()
+                whole = fresh.generate(text, temperature=0, **given)
+                assert (resumed.token_ids, whole.stats.held) == (whole.token_ids, 0)
+                assert resumed.stats.held == (len(text) - 3 if turn else 0)
+                text += [*resumed.token_ids, 3, 1]
+            talking.generate([text, text], max_new_tokens=1)
+            assert talking.generate(text, max_new_tokens=1).stats.held == 0, "others were in its row"
+
+
 def test_which_graph_is_taken(tmp_path: Path) -> None:
     both = directory(tmp_path / "both", decoder())
     onnx.save(decoder(Form(merged=True)), both / "decoder_model_merged.onnx")
