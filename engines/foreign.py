@@ -27,6 +27,18 @@ BUCKET = 128
 _CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCache, "genai": SharedCache}
 
 
+def require_possible(model: Model, provider: str) -> None:
+    """Raise EngineError where ``provider`` runs no such model, or its dialect is none of these."""
+    name, dialect = model.folder, model.entry.dialect
+    if dialect not in _CACHES:
+        raise EngineError(f"{name}: dialect '{dialect}' is unknown (one of: slots, {', '.join(_CACHES)})")
+    if provider != "cpu":
+        raise EngineError(
+            f"{name}: a {dialect} model runs on provider cpu, not {provider}; for {provider} "
+            "export the checkpoint itself with: leadout export"
+        )
+
+
 class ForeignEngine:
     """An Engine (see ``engines.base``) over a graph that Leadout did not make; CPU only.
 
@@ -39,15 +51,7 @@ class ForeignEngine:
         self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
     ) -> None:
         entry, self._name, self._folder = model.entry, str(model.folder), model.folder.name
-        if entry.dialect not in _CACHES:
-            raise EngineError(
-                f"{self._name}: dialect '{entry.dialect}' is unknown (one of: slots, {', '.join(_CACHES)})"
-            )
-        if provider != "cpu":
-            raise EngineError(
-                f"{self._name}: a {entry.dialect} model runs on provider cpu, not {provider}; for {provider} "
-                "export the checkpoint itself with: leadout export"
-            )
+        require_possible(model, provider)
         self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1, precision=entry.precision)
         self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
         graph = model.path("canonical" if variant == "auto" else variant)
