@@ -324,6 +324,33 @@ def test_a_graph_in_onnx_is_not_the_one_that_genai_describes(tmp_path: Path) -> 
     assert read_source(root / "onnx/model_q4.onnx").dialect == "concat"
 
 
+def test_a_bundle_is_not_replaced_by_what_no_pair_can_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = directory(tmp_path / "model", decoder())
+    bundle = import_pair(root, None, tmp_path / "bundle")
+    good = (bundle / "leadout.json").read_bytes()
+    (root / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json: not a tokenizer" in refusal(root, bundle)
+    words(tuple(f"more{i}" for i in range(9))).save(str(root / "tokenizer.json"))
+    longer = Tokenizer.from_file(str(root / "tokenizer.json"))
+    longer.add_tokens(["a", "b", "c"])
+    longer.save(str(root / "tokenizer.json"))
+    assert f"its ids go up to {VOCAB}, the logits of model.onnx to {VOCAB - 1}" in refusal(root, bundle)
+    words().save(str(root / "tokenizer.json"))
+    with monkeypatch.context() as odd:
+        odd.setattr("leadout.export.foreign_source.Fields.names", lambda self, name: [5])
+        assert f"{bundle}/leadout.json: models: target: architecture: expected str" in refusal(root, bundle)
+    assert (bundle / "leadout.json").read_bytes() == good
+    leadout.load(bundle, threads=1).close()
+
+
+def test_what_a_draft_without_a_tokenizer_is_taken_for_is_told(tmp_path: Path) -> None:
+    target, draft = (directory(tmp_path / name, decoder()) for name in ("target", "draft"))
+    (draft / "tokenizer.json").unlink()
+    told: list[str] = []
+    import_pair(target, draft, tmp_path / "bundle", progress=told.append)
+    assert "draft: no tokenizer of its own: its token ids are taken to be the target's" in told
+
+
 def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     source = directory(tmp_path / "model", decoder())
     (tmp_path / "taken").mkdir()
