@@ -27,6 +27,18 @@ BUCKET = 128
 _CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCache, "genai": SharedCache}
 
 
+def require_possible(model: Model, provider: str) -> None:
+    """Raise EngineError where ``provider`` runs no such model, or its dialect is none of these."""
+    name, dialect = model.folder, model.entry.dialect
+    if dialect not in _CACHES:
+        raise EngineError(f"{name}: dialect '{dialect}' is unknown (one of: slots, {', '.join(_CACHES)})")
+    if provider != "cpu":
+        raise EngineError(
+            f"{name}: a {dialect} model runs on provider cpu, not {provider}; for {provider} "
+            "export the checkpoint itself with: leadout export"
+        )
+
+
 class ForeignEngine:
     """An Engine (see ``engines.base``) over a graph that Leadout did not make; CPU only.
 
@@ -38,16 +50,8 @@ class ForeignEngine:
     def __init__(
         self, model: Model, *, provider: str = "cpu", threads: int = 1, variant: str = "auto", exact: bool = False
     ) -> None:
-        entry, self._name = model.entry, str(model.folder)
-        if entry.dialect not in _CACHES:
-            raise EngineError(
-                f"{self._name}: dialect '{entry.dialect}' is unknown (one of: slots, {', '.join(_CACHES)})"
-            )
-        if provider != "cpu":
-            raise EngineError(
-                f"{self._name}: a {entry.dialect} model runs on provider cpu, not {provider}; for {provider} "
-                "export the checkpoint itself with: leadout export"
-            )
+        entry, self._name, self._folder = model.entry, str(model.folder), model.folder.name
+        require_possible(model, provider)
         self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1, precision=entry.precision)
         self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
         graph = model.path("canonical" if variant == "auto" else variant)
@@ -61,6 +65,7 @@ class ForeignEngine:
             if self._signature.cache(entry.cache[0].heads, entry.cache[0].key_dim) != entry.cache:
                 raise EngineError("the cache of the graph has other shapes than the manifest says; import it again")
         self._io = self._session.io_binding()
+        self.resets = 0  # see KeepingEngine: on a CPU, rows that are read in pieces round as if read at once
         self._scratch: NDArray[Any] = np.empty(0, self._signature.logits.dtype)
         self._out: LogitArray = np.empty((0, 0, 0), np.float32)
         self.capacity = BUCKET
@@ -74,6 +79,7 @@ class ForeignEngine:
         return len(self._rows)
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LogitArray:
+        self._check_open()
         batch, width = tokens.shape
         if batch > self.batch or len(past_lens) != batch:
             raise EngineError(f"{batch} rows of tokens, {len(past_lens)} past_lens, for an engine of {self.batch} rows")
@@ -89,24 +95,30 @@ class ForeignEngine:
         return out
 
     def reserve(self, capacity: int) -> None:
+        self._check_open()
         if capacity > self.capacity:
-            self.capacity = -(-capacity // BUCKET) * BUCKET
+            grown = -(-capacity // BUCKET) * BUCKET
             for row in self._rows:
-                row.reserve(self._slots)
+                row.reserve(min(grown, self._limit))
+            self.capacity = grown  # last: rows outlast an interrupt, and none may be shorter than this says
 
     def reset(self, batch: int) -> None:
-        self._rows: list[RowCache] = [self._cache(self._signature, self._shapes, self._slots) for _ in range(batch)]
+        self._check_open()
+        self.resets += 1
+        slots = min(self.capacity, self._limit)
+        self._rows: list[RowCache] = [self._cache(self._signature, self._shapes, slots) for _ in range(batch)]
 
     def copy_row(self, source: int, destination: int) -> None:
+        self._check_open()
         if source != destination:
             self._rows[destination].copy_from(self._rows[source])
 
     def close(self) -> None:
         self._rows, self._session, self._io = [], None, None
 
-    @property
-    def _slots(self) -> int:
-        return min(self.capacity, self._limit)
+    def _check_open(self) -> None:
+        if self._session is None:
+            raise EngineError(f"the engine of {self._folder} is closed")
 
     def _step(self, row: RowCache, tokens: Tokens, past: int, wanted: Tokens, out: LogitArray) -> None:
         """One row: run what fits below the limit, put the wanted logits into ``out`` [L, V]; padding gets zeros."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ..bundle import ModelEntry, Recurrence
+from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
+from . import foreign, variants
 from .base import MAX_STEP, ModelSpec
 from .memory import bucket, steady
 from .tensorrt.buildable import require_buildable
-from .variants import sessions
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine
@@ -90,10 +91,14 @@ class Memory:
 
 
 def plan(model: ModelEntry, load: Load) -> Memory:
-    """The memory of one model. Raises UsageError if context or capacity are beyond the model's, ExportError for one of
-    which no such engine can be built."""
+    """The memory of one model. Raises UsageError if context or capacity are beyond the model's, what opening it raises
+    for a provider that runs no such model, ExportError for one of which no such engine can be built."""
     if load.built:
         require_buildable(model, load.engine_precision)
+    elif model.dialect == "slots":
+        variants.require_possible(Model(Path(model.directory), model), load.provider, "auto")
+    else:
+        foreign.require_possible(Model(Path(model.directory), model), load.provider)
     if load.context > model.max_context:
         raise UsageError(f"context {load.context} exceeds the model's {model.max_context} tokens")
     if load.capacity is not None and load.capacity > (most := longest(load, model)):
@@ -105,7 +110,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     coarse = steady("gqa" if one_row else "grouped", load.provider)
     slots = (load.capacity or slots) if load.built else bucket(slots, coarse=coarse)
-    number = _bytes_of_numbers(model, load)
+    number, active = _bytes_of_numbers(model, load)
     chunk = MAX_STEP if load.built else ModelSpec.of(model, narrowest=1, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))
     hidden = _hidden(model)
@@ -117,7 +122,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
         weights=_weights(model, load),
         cache=grown * load.batch * slots * number * kept + load.batch * _beside(model.recurrence),
         logits=load.batch * (load.draft_length + 1) * model.vocab_size * 4,
-        steps=int(load.batch * width * number * (_LIVE * hidden + scores)),
+        steps=int(load.batch * width * active * (_LIVE * hidden + scores)),
     )
 
 
@@ -143,11 +148,13 @@ def describe(memories: Mapping[str, Memory], load: Load, models: Mapping[str, Mo
     return dataclasses.asdict(load) | {"precision": precisions["target"], "models": described, "total": total}
 
 
-def _bytes_of_numbers(model: ModelEntry, load: Load) -> int:
-    """Of cache and activations."""
+def _bytes_of_numbers(model: ModelEntry, load: Load) -> tuple[int, int]:
+    """Of the cache, and of activations: on a CPU ONNX Runtime computes in float32 whatever is stored."""
     if load.built:
-        return 4 if load.engine_precision == "fp32" else 2
-    return 2 if model.dtype == "float16" else 4
+        size = 4 if load.engine_precision == "fp32" else 2
+        return size, size
+    size = 2 if model.dtype == "float16" else 4
+    return size, 4 if load.provider == "cpu" else size
 
 
 def _beside(recurrence: Recurrence | None) -> int:
@@ -165,13 +172,17 @@ def _weights(model: ModelEntry, load: Load) -> int:
         size = PRECISIONS[load.engine_precision]
         return _KERNELS + int(rest * size + table * max(size, 2.0))
     stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
+    if model.dialect != "slots":
+        stored += model.variants["canonical"].bytes  # where weights may be, too
     if load.provider != "cpu":
         return stored
+    if model.precision == "fp16":
+        stored *= 2  # a session keeps them as float32: few products on a CPU take any other
     if model.precision == "int4":
         stored += model.parameters // 32 * 4  # packed beside them: what each block of 32 sums to
     # One row and many take two graphs of the bundle, and each session packs the weights for itself.
     exact = model.directory != "draft"  # bits are a target's concern
-    return stored * sessions(model.variants, load.batch, model.parameters, exact=exact)
+    return stored * variants.sessions(model.variants, load.batch, model.parameters, exact=exact)
 
 
 def _hidden(model: ModelEntry) -> float:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle import Model, ModelEntry, file_entry
+from ..bundle import Bundle, Model, ModelEntry, file_entry
 from ..engines import Engine, open_engine
-from ..errors import EngineError, ExportError
+from ..errors import BundleError, EngineError, ExportError
 from .conversations import MAP, MORE, in_files, keep_conversations
 from .foreign_graph import inside
 from .foreign_source import Source, read_source
@@ -57,8 +57,11 @@ def import_pair(
         )
     if not (target.root / "tokenizer.json").is_file():
         raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
+    _require_logits(target)
     if "draft" in sources:
         ids = _match(target, sources["draft"])
+        if ids.note:
+            progress(f"draft: {ids.note}")
     with aside(place, progress) as folder:
         entries = {}
         for role, source in sources.items():
@@ -76,6 +79,7 @@ def import_pair(
         progress("writing the manifest")
         provenance = {role: source.root.resolve().name for role, source in sources.items()}
         write_manifest(folder, entries, target.sampling, provenance | {"onnx": metadata.version("onnx")})
+        _require_readable(folder, place)
     return place
 
 
@@ -182,6 +186,25 @@ def _match(target: Source, draft: Source) -> Match:
 def _vocabulary(source: Source) -> Vocabulary:
     path = source.root / "tokenizer.json"
     return Vocabulary.read(str(source.root), path if path.is_file() else None, source.vocab_size)
+
+
+def _require_logits(target: Source) -> None:
+    """Raise ExportError for a tokenizer that is none, or gives an id that the graph has no logit for."""
+    ids = _vocabulary(target).ids
+    most = max(ids.values(), default=-1) if ids else -1
+    if most >= target.vocab_size:
+        raise ExportError(
+            f"{target.root / 'tokenizer.json'}: its ids go up to {most}, the logits of {target.graph.path.name} to"
+            f" {target.vocab_size - 1}; take the tokenizer that the graph was exported with"
+        )
+
+
+def _require_readable(folder: Path, place: Path) -> None:
+    """Read what was written as whoever loads it will, while what it replaces is still there."""
+    try:
+        Bundle.read(folder)
+    except BundleError as error:
+        raise ExportError(f"this cannot become a bundle: {str(error).replace(str(folder), str(place))}") from None
 
 
 def _require_inside(path: Path, root: Path) -> None:

@@ -98,6 +98,28 @@ def test_rows_survive_growth_and_are_copied_whole(tmp_path: Path) -> None:
         runner.forward(text[None, :2], np.array([1]))
     runner.close()
     runner.close()
+    for late in (
+        lambda: runner.forward(text[None, :2], np.array([0])),
+        lambda: runner.reserve(1),
+        lambda: runner.reset(1),
+        lambda: runner.copy_row(0, 0),
+    ):
+        with pytest.raises(EngineError, match=f"the engine of {tmp_path.name} is closed"):
+            late()
+
+
+@pytest.mark.parametrize("form", [Form(), Form(gqa=True)], ids=["concat", "genai"])
+def test_growth_that_is_interrupted_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    """The rows outlast it, so no row may be shorter than the engine says it is."""
+    runner = engine(tmp_path, form)
+    runner._limit = 200
+    with monkeypatch.context() as broken:
+        broken.setattr(type(runner._rows[0]), "reserve", lambda self, slots: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            runner.reserve(129)
+    assert runner.capacity == 128
 
 
 def test_an_accepted_round_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import EngineError, ExportError
 from leadout.export.foreign import import_pair
+from leadout.export.foreign_source import read_source
 
 FORMS = {
     "plain": Form(gqa=True, positions=False),
@@ -102,6 +103,49 @@ def test_what_is_not_one_decoder_is_refused(tmp_path: Path, extra: dict[str, obj
     with pytest.raises(ExportError, match=reason):
         import_pair(source, None, tmp_path / "bundle")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["made"]
+
+
+ODD = [
+    ({"model": None}, "decoder.filename '' is not the name of one graph"),
+    ({"model": []}, r"model must be an object, not \[\]"),
+    ({"model": {"decoder": None}}, "decoder.filename '' is not the name of one graph"),
+    ({"model": {"decoder": []}}, "model.decoder must be an object"),
+    ({"model": {"decoder": {"filename": 5}}}, "model.decoder.filename must be text, not 5"),
+    ({"model": {"decoder": {"filename": "gone.onnx"}}}, "decoder.filename 'gone.onnx' is missing"),
+    ({"model": {"context_length": None}}, "model.context_length is missing; it must be from 3 to 2147483647"),
+    ({"model": {"context_length": "x"}}, "model.context_length must be an integer from 3 to 2147483647, not 'x'"),
+    ({"model": {"decoder": {"sliding_window": [8]}}}, r"model.decoder.sliding_window must be an object, not \[8\]"),
+    ({"model": {"decoder": {"sliding_window": {"window_size": 2}}}}, "window_size must be at least 3, not 2"),
+    ({"model": {"eos_token_id": "x"}}, "model.eos_token_id must be an integer or a list of integers, not 'x'"),
+    ({"model": {"eos_token_id": [1, "b"]}}, "model.eos_token_id must be an integer or a list"),
+    ({"search": []}, r"search must be an object, not \[\]"),
+    ({"search": {"top_k": "a"}}, "search.top_k must be an integer from 0 to 2147483647, not 'a'"),
+]
+
+
+def merged(old: object, new: object) -> object:
+    if not (isinstance(old, dict) and isinstance(new, dict) and new):
+        return new
+    return old | {name: merged(old.get(name), value) for name, value in new.items()}
+
+
+@pytest.mark.parametrize(("values", "reason"), ODD, ids=lambda value: str(value)[:60])
+def test_an_odd_value_is_named(tmp_path: Path, values: dict[str, object], reason: str) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)))
+    file = source / "genai_config.json"
+    file.write_text(json.dumps(merged(json.loads(file.read_text()), values)))
+    with pytest.raises(ExportError, match=rf"genai_config\.json: .*{reason}") as caught:
+        import_pair(source, None, tmp_path / "bundle")
+    assert "\n" not in str(caught.value)
+
+
+def test_null_says_nothing(tmp_path: Path) -> None:
+    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True)))
+    file = source / "genai_config.json"
+    nothing = {"model": {"decoder": {"sliding_window": {"window_size": None}}, "type": None}, "search": None}
+    file.write_text(json.dumps(merged(json.loads(file.read_text()), nothing)))
+    found = read_source(source)
+    assert (found.max_context, found.architecture, found.sampling) == (CONTEXT, "unknown", {})
 
 
 def test_a_fixed_or_integer_cache_is_refused(tmp_path: Path) -> None:

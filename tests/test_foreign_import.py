@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,28 @@ def test_every_drafter_gives_the_text_of_the_target_alone(bundle: Path) -> None:
         greedy.append(int(reference(weights(), np.array(text))[-1].argmax()))
         text.append(greedy[-1])
     assert alone[0] == greedy
+
+
+def test_a_conversation_goes_on_from_what_the_caches_hold(tmp_path: Path) -> None:
+    """Each dialect as the target: turn by turn the answer is that of caches that have read it whole."""
+    roots = [
+        directory(tmp_path / "concat", decoder()),
+        genai_directory(tmp_path / "genai", decoder(Form(gqa=True))),
+    ]
+    for target, draft in (roots, roots[::-1]):
+        bundle = import_pair(target, draft, tmp_path / "bundle")
+        with leadout.load(bundle, threads=1) as talking, leadout.load(bundle, threads=1) as fresh:
+            text = [n % VOCAB for n in range(5, 23)]
+            for turn in range(3):
+                given = {"max_new_tokens": 4, "ignore_eos": True, "draft": ("model", "none")[turn % 2]}
+                resumed = talking.generate(text, temperature=0, **given)
+                fresh.forget()
+                whole = fresh.generate(text, temperature=0, **given)
+                assert (resumed.token_ids, whole.stats.held) == (whole.token_ids, 0)
+                assert resumed.stats.held == (len(text) - 3 if turn else 0)
+                text += [*resumed.token_ids, 3, 1]
+            talking.generate([text, text], max_new_tokens=1)
+            assert talking.generate(text, max_new_tokens=1).stats.held == 0, "others were in its row"
 
 
 def test_which_graph_is_taken(tmp_path: Path) -> None:
@@ -221,6 +244,111 @@ def test_the_configuration_is_taken_at_its_word(tmp_path: Path) -> None:
     (root / "config.json").unlink()
     with pytest.raises(ExportError, match=r"config\.json is missing"):
         read_source(root)
+
+
+ODD_CONFIG = [
+    ({"max_position_embeddings": "x"}, "max_position_embeddings must be an integer from 3 to 2147483647, not 'x'"),
+    ({"max_position_embeddings": [40]}, r"max_position_embeddings must be an integer from 3 .*, not \[40\]"),
+    ({"max_position_embeddings": 40.5}, "max_position_embeddings must be an integer from 3 .*, not 40.5"),
+    ({"eos_token_id": [0, "a"]}, r"eos_token_id must be an integer or a list of integers, not \[0, 'a'\]"),
+    ({"eos_token_id": [0, None]}, "eos_token_id must be an integer or a list"),
+    ({"eos_token_id": True}, "eos_token_id must be an integer or a list"),
+    ({"rope_scaling": "x"}, "rope_scaling must be an object, not 'x'"),
+    ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+    ({"rope_parameters": {"rope_type": 5}}, "rope_parameters.rope_type must be text, not 5"),
+    ({"text_config": "x"}, "text_config must be an object, not 'x'"),
+    ({"architectures": [5]}, r"architectures must be a list of names, not \[5\]"),
+    ({"architectures": "Made"}, "architectures must be a list of names, not 'Made'"),
+]
+ODD_GENERATION = [
+    ({"do_sample": True, "temperature": "x"}, "temperature must be 0, or from 1e-06 to .*, not 'x'"),
+    ({"do_sample": True, "temperature": [1]}, r"temperature must be 0, or .*, not \[1\]"),
+    ({"do_sample": True, "top_p": float("nan")}, "top_p must be above 0 and at most 1, not nan"),
+    ({"do_sample": True, "top_k": 10**400}, "top_k must be an integer from 0 to 2147483647, not 1000"),
+    ({"eos_token_id": "x"}, "eos_token_id must be an integer or a list of integers, not 'x'"),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), ODD_CONFIG, ids=lambda value: str(value)[:40])
+def test_an_odd_value_is_named(tmp_path: Path, values: dict[str, object], reason: str) -> None:
+    root = directory(tmp_path / "model", decoder(), **values)
+    assert re.search(rf"{re.escape(str(root))}/config\.json: {reason}", refusal(root, tmp_path / "bundle"))
+
+
+@pytest.mark.parametrize(("values", "reason"), ODD_GENERATION, ids=lambda value: str(value)[:40])
+def test_an_odd_default_is_named(tmp_path: Path, values: dict[str, object], reason: str) -> None:
+    root = directory(tmp_path / "model", decoder())
+    (root / "generation_config.json").write_text(json.dumps(values))
+    assert re.search(rf"generation_config\.json: {reason}", refusal(root, tmp_path / "bundle"))
+
+
+def test_nested_too_deep_is_no_configuration(tmp_path: Path) -> None:
+    root = directory(tmp_path / "model", decoder())
+    (root / "config.json").write_text("[" * 200_000)
+    assert "config.json: not JSON" in refusal(root, tmp_path / "bundle")
+
+
+def test_a_text_configuration_stands_over_the_one_around_it(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 30, "vocab_size": None, "eos_token_id": None}
+    source = read_source(directory(tmp_path / "model", decoder(), text_config=text, eos_token_id=[1, 6]))
+    assert (source.max_context, source.eos_token_ids, source.architecture) == (30, (1, 6), "MadeForCausalLM")
+    source = read_source(directory(tmp_path / "other", decoder(), text_config=text | {"eos_token_id": 3}))
+    assert source.eos_token_ids == (3,)
+    assert read_source(directory(tmp_path / "none", decoder(), text_config=None)).max_context == CONTEXT
+
+
+def test_only_what_a_graph_leaves_open_is_asked_for(tmp_path: Path) -> None:
+    """Configurations say heads layer by layer, too."""
+    assert read_source(directory(tmp_path / "model", decoder(), num_key_value_heads=[2, 2])).cache[0].heads == 2
+    left = decoder()
+    for port in (*left.graph.input, *left.graph.output):
+        if "key" in port.name or "value" in port.name:
+            port.type.tensor_type.shape.dim[1].dim_param = "H"
+    with pytest.raises(ExportError, match="num_key_value_heads must be an integer from 1"):
+        read_source(directory(tmp_path / "left", left, num_key_value_heads=[2, 2]))
+    assert read_source(directory(tmp_path / "said", left)).cache[0].heads == 2
+
+
+def test_a_graph_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = directory(tmp_path / "model", decoder())
+    monkeypatch.chdir(root / "onnx")
+    assert read_source("model.onnx").root == root
+    monkeypatch.chdir(root)
+    assert read_source(".").graph.path == root / "onnx/model.onnx"
+
+
+def test_a_graph_in_onnx_is_not_the_one_that_genai_describes(tmp_path: Path) -> None:
+    root = directory(tmp_path / "model", decoder(), "onnx/model_q4.onnx")
+    genai_directory(root, decoder(Form(gqa=True)))
+    assert read_source(root).dialect == read_source(root / "model.onnx").dialect == "genai"
+    assert read_source(root / "onnx/model_q4.onnx").dialect == "concat"
+
+
+def test_a_bundle_is_not_replaced_by_what_no_pair_can_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = directory(tmp_path / "model", decoder())
+    bundle = import_pair(root, None, tmp_path / "bundle")
+    good = (bundle / "leadout.json").read_bytes()
+    (root / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json: not a tokenizer" in refusal(root, bundle)
+    words(tuple(f"more{i}" for i in range(9))).save(str(root / "tokenizer.json"))
+    longer = Tokenizer.from_file(str(root / "tokenizer.json"))
+    longer.add_tokens(["a", "b", "c"])
+    longer.save(str(root / "tokenizer.json"))
+    assert f"its ids go up to {VOCAB}, the logits of model.onnx to {VOCAB - 1}" in refusal(root, bundle)
+    words().save(str(root / "tokenizer.json"))
+    with monkeypatch.context() as odd:
+        odd.setattr("leadout.export.foreign_source.Fields.names", lambda self, name: [5])
+        assert f"{bundle}/leadout.json: models: target: architecture: expected str" in refusal(root, bundle)
+    assert (bundle / "leadout.json").read_bytes() == good
+    leadout.load(bundle, threads=1).close()
+
+
+def test_what_a_draft_without_a_tokenizer_is_taken_for_is_told(tmp_path: Path) -> None:
+    target, draft = (directory(tmp_path / name, decoder()) for name in ("target", "draft"))
+    (draft / "tokenizer.json").unlink()
+    told: list[str] = []
+    import_pair(target, draft, tmp_path / "bundle", progress=told.append)
+    assert "draft: no tokenizer of its own: its token ids are taken to be the target's" in told
 
 
 def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:

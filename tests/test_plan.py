@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from support_graphs import Shape, write
 
-from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
+from leadout.bundle import CacheShape, Model, ModelEntry, Recurrence, file_entry
 from leadout.engines.ort import SlotEngine
 from leadout.engines.plan import Load, fitting, plan
-from leadout.errors import ExportError, UsageError
+from leadout.errors import EngineError, ExportError, UsageError
 from leadout.export.tensorrt import Sizes, check_buildable, write_graph
 from leadout.scripts.cli import main
 
@@ -73,6 +73,23 @@ def test_weights_are_the_blob_as_often_as_sessions_pack_it(tmp_path: Path) -> No
     sums = (1 << 26) // 8  # a float for each block of 32 weights, which onnxruntime packs beside them
     assert [plan(coarse, load(batch=rows)).weights for rows in (1, 3)] == [blob + sums, 2 * (blob + sums)]
     assert plan(coarse, load(provider="cuda")).weights == blob
+
+
+def test_a_cpu_holds_and_computes_float16_in_float32(tmp_path: Path) -> None:
+    half, whole = entry(tmp_path, "fp16"), dataclasses.replace(entry(tmp_path), parameters=1 << 26)
+    half, blob = dataclasses.replace(half, parameters=1 << 26), half.files["model.onnx.data"].bytes
+    assert [plan(half, load(batch=rows)).weights for rows in (1, 3)] == [2 * blob, 4 * blob]
+    assert plan(half, load(provider="cuda")).weights == blob
+    assert plan(half, load()).steps == plan(whole, load()).steps == 2 * plan(half, load(provider="cuda")).steps
+    assert 2 * plan(half, load()).cache == plan(whole, load()).cache, "this is as it is stored"
+
+
+def test_the_weights_of_an_import_may_be_in_its_graph(tmp_path: Path) -> None:
+    model, graph = entry(tmp_path), dataclasses.replace(file_entry(tmp_path / "model.onnx"), bytes=5000)
+    imported = dataclasses.replace(model, dialect="genai", variants={"canonical": graph}, files={})
+    assert plan(imported, load()).weights == 5000
+    both = dataclasses.replace(imported, files=model.files)
+    assert plan(both, load()).weights == 5000 + model.files["model.onnx.data"].bytes
 
 
 def test_the_steps_of_more_rows_are_narrower(tmp_path: Path) -> None:
@@ -161,6 +178,20 @@ def test_an_engine_that_cannot_be_built_is_not_planned(tmp_path: Path) -> None:
             refusals.append(str(error.value))
         assert refusals[0] == refusals[1]
         assert plan(changed.entry, load()).total
+
+
+def test_what_a_provider_does_not_run_is_not_planned(tmp_path: Path) -> None:
+    """In the words of who refuses it when it is loaded."""
+    model, keeps = entry(tmp_path), Recurrence(slots=128, context=4, trails=(8,))
+    for change, kind, reason in (
+        ({"dialect": "genai"}, EngineError, "target: a genai model runs on provider cpu, not cuda"),
+        ({"dialect": "concat"}, EngineError, "target: a concat model runs on provider cpu, not cuda"),
+        ({"recurrence": keeps}, UsageError, "target has recurrent layers, which run with provider cpu, not 'cuda'"),
+    ):
+        changed = dataclasses.replace(model, **change)
+        with pytest.raises(kind, match=reason):
+            plan(changed, load(provider="cuda"))
+        assert plan(changed, load()).total
 
 
 def test_no_more_slots_are_planned_than_are_built(tmp_path: Path) -> None:
