@@ -201,6 +201,8 @@ class _Build:
         self.logger.lines.clear()
         config = self.builder.create_builder_config()
         config.clear_flag(self.trt.BuilderFlag.TF32)  # on by default, and 10 bits of mantissa are not fp32
+        if self.sdk == "tensorrt-rtx":  # no memory allocated during a step, so that a CUDA graph can hold it
+            config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         if target != PORTABLE and self.sdk == "tensorrt-rtx":
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(self.trt.ComputeCapability, f"SM{target}"), 0)

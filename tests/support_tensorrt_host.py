@@ -244,6 +244,8 @@ class FakeContext:
 
 
 class FakeRuntime:
+    kind: type[FakeEngine] = FakeEngine
+
     def __init__(self, log: Any) -> None:
         self._log = log
 
@@ -251,7 +253,7 @@ class FakeRuntime:
         if not blob.startswith(b"\x08"):  # the first field of every ONNX file
             self._log.log(Severity.ERROR, "the engine plan file is\nnot compatible")
             return None
-        return FakeEngine(blob)
+        return self.kind(blob)
 
 
 class Severity(enum.IntEnum):

@@ -148,6 +148,8 @@ class TensorRTEngine:
         if step.calls and step.graph is None and self.graphs and not self.graph_error:
             self.cuda.wait()
             try:
+                if not self.session.capturable(step.profile):
+                    raise EngineError(f"{self.path.name} cannot be captured as a CUDA graph; {self._rebuild()}")
                 step.graph = self.cuda.capture(lambda: step.enqueue(self.session))
             except EngineError as error:
                 self.graph_error = str(error)
