@@ -47,11 +47,19 @@ def check_import(trt: Any, network: Any, logger: Any, *, layers: int, attentions
     for name, attention in found.items():
         if attention.mask is None:
             raise EngineError(f"{name}: the parser left out the mask")
-        if attention.causal_kind != trt.CausalMaskKind.NONE:
-            raise EngineError(f"{name}: the parser made it {attention.causal_kind.name} causal; the mask alone decides")
+        if kind := _causal(trt, attention):
+            raise EngineError(f"{name}: the parser made it {kind}; the mask alone decides")
         if getattr(attention, "key_value_lengths", None) is not None:  # TensorRT 10 has none
             raise EngineError(f"{name}: the parser gave it key-value lengths; the mask alone decides")
     return _aliases(trt, network, layers)
+
+
+def _causal(trt: Any, attention: Any) -> str:
+    """How the layer is causal on its own; nothing where it is not. TensorRT 10 knows one way and names none."""
+    kind = getattr(attention, "causal_kind", None)
+    if kind is None:
+        return "causal" if attention.causal else ""
+    return "" if kind == trt.CausalMaskKind.NONE else f"{kind.name} causal"
 
 
 def check_log(logger: Any) -> None:

@@ -10,7 +10,10 @@ from support_graphs import Shape, write
 
 from leadout.bundle import Bundle, Manifest, dump
 from leadout.engines.tensorrt import compat
-from leadout.export.tensorrt import Sizes, build_engines
+from leadout.errors import EngineError
+from leadout.export import tensorrt_network
+from leadout.export.tensorrt import Sizes, build_engines, write_graph
+from leadout.export.tensorrt_network import attention_layers, check_import, parse
 
 RTX = "tensorrt-rtx"
 C = Shape(vocab=48, layers=1, windows=(None,))
@@ -37,3 +40,36 @@ def test_engines_of_the_rtx_sdk_allocate_nothing_in_a_step(bundle: Bundle, monke
     monkeypatch.setattr(trt.Builder, "build_serialized_network", watched)
     (path,) = build_engines(bundle, RTX, sizes=SIZES, capabilities=["86"])
     assert path.is_file() and flags == [{"REQUIRE_USER_ALLOCATION"}]
+
+
+class Older:
+    """What is ``real``, but for the names that only a later SDK has, and for what is ``set``."""
+
+    def __init__(self, real: Any, *later: str, **set: Any) -> None:
+        self._real, self._later, self._set = real, later, set
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._later:
+            raise AttributeError(name)
+        return self._set[name] if name in self._set else getattr(self._real, name)
+
+
+def test_an_sdk_without_causal_kinds_says_whether_attention_is_causal(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT 10 has ``causal`` alone, and no lengths."""
+    path, _, _ = write_graph(bundle.model("target"), tmp_path, "fp16", SIZES)
+    trt, logger = compat.sdk(RTX), compat.logger(RTX)
+    logger.lines.clear()
+    network = trt.Builder(logger).create_network(compat.network_flags(RTX))
+    parser = parse(trt, network, logger, path)  # it owns the weights
+    ((name, attention),) = attention_layers(trt, network).items()
+    for causal in (False, True):
+        older = Older(attention, "causal_kind", "key_value_lengths", causal=causal)
+        monkeypatch.setattr(tensorrt_network, "attention_layers", lambda *given, found=older: {name: found})
+        if causal:
+            with pytest.raises(EngineError, match="the parser made it causal; the mask alone decides"):
+                check_import(Older(trt, "CausalMaskKind"), network, logger, layers=1, attentions=1)
+        else:
+            assert len(check_import(Older(trt, "CausalMaskKind"), network, logger, layers=1, attentions=1)) == 2
+    del parser
