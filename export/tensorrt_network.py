@@ -15,6 +15,7 @@ from typing import Any
 from ..engines.tensorrt.manifest import Profile
 from ..errors import EngineError
 
+_ERRORS = ("ERROR", "INTERNAL_ERROR")
 _UNUSED = "Unused Input"
 _LOGGER_IGNORED = "The logger passed into"
 _SILENCE = 2.0  # seconds between two lines of progress
@@ -63,12 +64,18 @@ def _causal(trt: Any, attention: Any) -> str:
 
 
 def check_log(logger: Any) -> None:
-    """Raise EngineError for the first error an SDK reported, or input it dropped: it goes on without what failed."""
+    """Raise EngineError for the first error an SDK reported of a graph, or input it dropped: its parser goes on without
+    what failed."""
     for severity, text in logger.lines:
-        if severity in ("ERROR", "INTERNAL_ERROR") or _UNUSED in text:
+        if severity in _ERRORS or _UNUSED in text:
             raise EngineError(f"the SDK reports: {text}")
         if text.removeprefix(f"{severity} ").startswith(_LOGGER_IGNORED):
             raise EngineError("the SDK reports its errors elsewhere in this process; build in a process of its own")
+
+
+def errors(logger: Any) -> list[str]:
+    """What an SDK reported as errors, each once."""
+    return list(dict.fromkeys(text for severity, text in logger.lines if severity in _ERRORS))
 
 
 def attention_layers(trt: Any, network: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from support_graphs import Shape, write
 
 from leadout.bundle import Bundle, Manifest, dump
 from leadout.engines.tensorrt import compat
+from leadout.engines.tensorrt.manifest import read
 from leadout.errors import EngineError
 from leadout.export import tensorrt_network
 from leadout.export.tensorrt import Sizes, build_engines, write_graph
@@ -73,3 +75,45 @@ def test_an_sdk_without_causal_kinds_says_whether_attention_is_causal(
         else:
             assert len(check_import(Older(trt, "CausalMaskKind"), network, logger, layers=1, attentions=1)) == 2
     del parser
+
+
+def saying(monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], *, blob: bool) -> None:
+    """Let every build report these lines, and end with an engine or (as SDKs do where they fail) with None."""
+    trt, logger = compat.sdk(RTX), compat.logger(RTX)
+    build = trt.Builder.build_serialized_network
+
+    def reporting(builder: Any, network: Any, config: Any) -> Any:
+        logger.lines += lines
+        return build(builder, network, config) if blob else None
+
+    monkeypatch.setattr(trt.Builder, "build_serialized_network", reporting)
+
+
+ERRORS = [
+    ("ERROR", "[defaultAllocator.cpp::allocateAsync::48] Error Code 1: Cuda Runtime (out of memory)"),
+    ("WARNING", "Skipping tactic 2 due to insufficient memory on requested size of 805306368."),
+    ("ERROR", "[timingCache.cpp::deserialize::42] The timing cache will not be used!"),
+]
+
+
+def test_an_engine_is_kept_whatever_the_sdk_reported_on_the_way(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saying(monkeypatch, ERRORS, blob=True)
+    told: list[str] = []
+    (path,) = build_engines(bundle, RTX, sizes=SIZES, capabilities=["86"], progress=told.append)
+    assert {text for _, text in ERRORS} <= {*read(path.with_suffix(".json")).log}
+    reports = [line.removeprefix("target: the SDK reports, and goes on: ") for line in told if "reports" in line]
+    assert reports == [text for severity, text in ERRORS if severity == "ERROR"]
+
+
+def test_a_build_that_failed_says_all_that_the_sdk_reported(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    saying(monkeypatch, [ERRORS[0], *ERRORS], blob=False)
+    said = f"built no engine of the target: {ERRORS[0][1]}; {ERRORS[2][1]}"
+    with pytest.raises(EngineError, match=re.escape(said) + "$"):
+        build_engines(bundle, RTX, sizes=SIZES, capabilities=["86"])
+    assert not list((bundle.path / "target").glob("tensorrt*"))
+    monkeypatch.undo()
+    saying(monkeypatch, [], blob=False)
+    with pytest.raises(EngineError, match="built no engine of the target: no reason given"):
+        build_engines(bundle, RTX, sizes=SIZES, capabilities=["86"])
