@@ -187,13 +187,15 @@ def monitor(trt: Any, tell: Callable[[str], None]) -> Any:
 def timing_cache(sdk: str, config: Any, path: Path) -> Iterator[None]:
     """Let TensorRT's timings of kernels outlive the build, in ``path``: the next one on this device is then faster.
 
-    One of another version or device is begun anew. TensorRT-RTX times nothing when it builds, and gets none.
+    One that is damaged, or of another version or device, is begun anew. TensorRT-RTX times nothing when it builds, and
+    gets none.
     """
     if sdk != "tensorrt":
         yield
         return
     known = path.read_bytes() if path.is_file() else b""
-    if not config.set_timing_cache(config.create_timing_cache(known), False):
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, False):
         config.set_timing_cache(config.create_timing_cache(b""), False)
     yield
     fresh = path.with_name(f".{path.name}.partial")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from leadout.engines.tensorrt.manifest import read
 from leadout.errors import EngineError
 from leadout.export import tensorrt_network
 from leadout.export.tensorrt import Sizes, build_engines, write_graph
-from leadout.export.tensorrt_network import attention_layers, check_import, parse
+from leadout.export.tensorrt_network import attention_layers, check_import, parse, timing_cache
 
 RTX = "tensorrt-rtx"
 C = Shape(vocab=48, layers=1, windows=(None,))
@@ -117,3 +118,36 @@ def test_a_build_that_failed_says_all_that_the_sdk_reported(bundle: Bundle, monk
     saying(monkeypatch, [], blob=False)
     with pytest.raises(EngineError, match="built no engine of the target: no reason given"):
         build_engines(bundle, RTX, sizes=SIZES, capabilities=["86"])
+
+
+class Timings:
+    """Of a builder's configuration, what keeps kernel timings. ``known`` maps what was kept to whether it is of this
+    device; all else is damaged."""
+
+    def __init__(self, **known: bool) -> None:
+        self.known, self.used = {name.encode(): own for name, own in known.items()} | {b"": True}, b"nothing"
+
+    def create_timing_cache(self, kept: bytes) -> memoryview | None:
+        return memoryview(kept) if kept in self.known else None
+
+    def set_timing_cache(self, cache: memoryview, ignore_mismatch: bool) -> bool:
+        if not isinstance(cache, memoryview) or not isinstance(ignore_mismatch, bool):
+            raise TypeError("set_timing_cache(): incompatible function arguments")
+        if ignore_mismatch or self.known[bytes(cache)]:
+            self.used = bytes(cache)
+        return self.known[bytes(cache)]
+
+    def get_timing_cache(self) -> SimpleNamespace:
+        return SimpleNamespace(serialize=lambda: self.used + b"+")
+
+
+@pytest.mark.parametrize(
+    ("kept", "begun"), [(None, b""), (b"own", b"own"), (b"others", b""), (b"damaged", b""), (b"", b"")]
+)
+def test_timings_that_cannot_be_used_are_begun_anew(kept: bytes | None, begun: bytes, tmp_path: Path) -> None:
+    path, config = tmp_path / "tensorrt-86.timing", Timings(own=True, others=False)
+    if kept is not None:
+        path.write_bytes(kept)
+    with timing_cache("tensorrt", config, path):
+        assert config.used == begun
+    assert path.read_bytes() == begun + b"+" and list(tmp_path.iterdir()) == [path]
