@@ -1,4 +1,5 @@
-"""What devices and SDKs do that is seldom seen: kernels that change over, steps that cannot be captured."""
+"""What devices and SDKs do that is seldom seen: kernels that change over, steps that cannot be captured, memory
+that is not there."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 import support_tensorrt_rtx as rtx
 from support_graphs import Shape, tokens, write
-from support_tensorrt_host import HostCuda, build, install
+from support_tensorrt_host import STREAMS, HostCuda, Plan, build, install
 
 from leadout.bundle import Model
+from leadout.engines.lazy import LogitStore
 from leadout.engines.tensorrt import selftest
 from leadout.engines.tensorrt.engine import TensorRTEngine
+from leadout.errors import EngineError
 
 C = Shape(layers=1, windows=(None,))
 START = np.zeros(1, np.int64)
+CACHE = 4 * Plan().capacity * C.kv_heads * C.head_dim  # bytes of a row's keys, or of its values
 
 
 @pytest.fixture
@@ -64,3 +68,56 @@ def test_an_engine_that_allocates_while_it_runs_is_not_captured(model: Model, mo
     assert isinstance(cuda, HostCuda) and cuda.launched == 0
     assert "cannot be captured as a CUDA graph; rebuild it: leadout build" in engine.graph_error
     engine.close()
+
+
+def used(cuda: object) -> int:
+    assert isinstance(cuda, HostCuda)
+    return sum(map(len, cuda.blocks.values()))
+
+
+def test_memory_that_ends_while_rows_are_added_leaves_no_half_of_a_cache(engine: TensorRTEngine) -> None:
+    row, cuda = tokens(C, 1, 3), engine.cuda
+    assert isinstance(cuda, HostCuda)
+    whole = np.asarray(engine.forward(row, START)).copy()
+    cuda.room = used(cuda) + 2 * CACHE  # the keys of three rows, but not their values
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.reset(3)
+    assert engine.batch == 0 and len(cuda.blocks) == 2, "keys and logits"
+    with pytest.raises(EngineError, match="1 rows given, the engine has 0"):
+        engine.forward(row, START)
+    engine.reset(1)
+    assert np.array_equal(np.asarray(engine.forward(row, START)), whole)
+
+
+@pytest.mark.parametrize("room", [0, CACHE])
+def test_an_engine_that_finds_no_memory_leaves_nothing_behind(
+    model: Model, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(HostCuda, "room", room)
+    with pytest.raises(EngineError, match="out of memory"):
+        TensorRTEngine(model, provider="tensorrt")
+    made = STREAMS[max(STREAMS)]
+    assert made.stream == 0 and not made.blocks and not made.pins
+
+
+def test_logits_that_find_no_more_room_stay_where_they_are(engine: TensorRTEngine) -> None:
+    row, cuda = tokens(C, 1, 5), engine.cuda
+    assert isinstance(cuda, HostCuda)
+    for _ in range(3):
+        expected = np.asarray(engine.forward(row[:, :2], START)).copy()
+    cuda.room = used(cuda)
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.forward(row, START)
+    assert np.array_equal(np.asarray(engine.forward(row[:, :2], START)), expected), "from a graph that names them"
+
+
+def test_a_store_of_logits_says_whether_they_moved() -> None:
+    cuda = HostCuda()
+    store = LogitStore(cuda, 8)
+    assert store.reserve(2) and not store.reserve(1)
+    before, cuda.room = store.address, 100
+    with pytest.raises(EngineError, match="out of memory"):
+        store.reserve(3)
+    assert store.address == before and not store.reserve(2)
+    store.close()
+    assert not cuda.blocks
