@@ -1,5 +1,5 @@
 """What devices and SDKs do that is seldom seen: kernels that change over, steps that cannot be captured, memory
-that is not there."""
+that is not there, drivers that are too old."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from support_tensorrt_host import STREAMS, HostCuda, Plan, build, install
 from leadout.bundle import Model
 from leadout.engines.lazy import LogitStore
 from leadout.engines.tensorrt import selftest
+from leadout.engines.tensorrt.cuda import Cuda
 from leadout.engines.tensorrt.engine import TensorRTEngine
 from leadout.errors import EngineError
 
@@ -121,3 +122,19 @@ def test_a_store_of_logits_says_whether_they_moved() -> None:
     assert store.address == before and not store.reserve(2)
     store.close()
     assert not cuda.blocks
+
+
+def test_a_driver_that_is_too_old_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    codes = runtime.cudaError_t
+    monkeypatch.setattr(runtime, "cudaGetDeviceCount", lambda: (codes.cudaErrorInsufficientDriver, None))
+    monkeypatch.setattr(runtime, "cudaRuntimeGetVersion", lambda: (codes.cudaSuccess, 13050))
+    monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (codes.cudaSuccess, 12040))
+    old = r"^the NVIDIA driver is too old for CUDA 13 .*CUDA 12\.4 at most.*580 or later.*'cuda-bindings<13'$"
+    with pytest.raises(EngineError, match=old):
+        Cuda()
+    monkeypatch.setattr(runtime, "cudaDriverGetVersion", lambda: (codes.cudaSuccess, 0))
+    with pytest.raises(
+        EngineError, match=r"^no CUDA device \(no NVIDIA driver is here\): run this on the machine with"
+    ):
+        Cuda()
