@@ -28,12 +28,14 @@ class LogitStore:
         self.serial = 0
 
     def reserve(self, rows: int) -> bool:
-        """Make room for ``rows`` rows of float32. Whether ``address`` is another one now."""
+        """Make room for ``rows`` rows of float32. Whether ``address`` is another one now: where there is no memory for
+        more (EngineError), it is what it was, for steps that are kept name it."""
         size = 4 * rows * self.vocab_size
         if size <= self._bytes:
             return False
+        larger = self._cuda.allocate(size)
         self.close()
-        self.address, self._bytes = self._cuda.allocate(size), size
+        self.address, self._bytes = larger, size
         return True
 
     def fetch(self, first: int, count: int) -> LogitArray:

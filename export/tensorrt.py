@@ -24,7 +24,7 @@ from .tensorrt_network import (
     add_profile,
     attention_layers,
     check_import,
-    check_log,
+    errors,
     monitor,
     parse,
     timing_cache,
@@ -167,16 +167,21 @@ class _Build:
             self._decompose()
 
     def engine(self, target: str, tell: Progress) -> Any:
-        """The serialized engine for a compute capability. Raises EngineError with what the SDK reported."""
+        """The serialized engine for a compute capability. Errors that did not keep the SDK from building (a kernel it
+        tried and passed over, timings it could not use) are told; the self-test is who judges what was built. Raises
+        EngineError, with what the SDK reported, where there is none."""
         blob = self._serialized(target, tell)
         if blob is None and any(_NO_KERNEL in text for _, text in self.logger.lines):
             self.notes.append("no fused attention kernel for these heads: attention is decomposed")
             tell(self.notes[-1])
             self._decompose()
             blob = self._serialized(target, tell)
-        check_log(self.logger)
+        said = errors(self.logger)
         if blob is None:
-            raise EngineError(f"{self.sdk} built no engine of the {self.model.folder.name} and gave no reason")
+            reason = "; ".join(said) or "no reason given"
+            raise EngineError(f"{self.sdk} built no engine of the {self.model.folder.name}: {reason}")
+        for line in said:
+            tell(f"the SDK reports, and goes on: {line}")
         return blob
 
     def manifest(self, target: str, blob: Any) -> EngineManifest:
@@ -201,6 +206,8 @@ class _Build:
         self.logger.lines.clear()
         config = self.builder.create_builder_config()
         config.clear_flag(self.trt.BuilderFlag.TF32)  # on by default, and 10 bits of mantissa are not fp32
+        if self.sdk == "tensorrt-rtx":  # no memory allocated during a step, so that a CUDA graph can hold it
+            config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         if target != PORTABLE and self.sdk == "tensorrt-rtx":
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(self.trt.ComputeCapability, f"SM{target}"), 0)

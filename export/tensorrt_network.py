@@ -15,6 +15,7 @@ from typing import Any
 from ..engines.tensorrt.manifest import Profile
 from ..errors import EngineError
 
+_ERRORS = ("ERROR", "INTERNAL_ERROR")
 _UNUSED = "Unused Input"
 _LOGGER_IGNORED = "The logger passed into"
 _SILENCE = 2.0  # seconds between two lines of progress
@@ -47,20 +48,34 @@ def check_import(trt: Any, network: Any, logger: Any, *, layers: int, attentions
     for name, attention in found.items():
         if attention.mask is None:
             raise EngineError(f"{name}: the parser left out the mask")
-        if attention.causal_kind != trt.CausalMaskKind.NONE:
-            raise EngineError(f"{name}: the parser made it {attention.causal_kind.name} causal; the mask alone decides")
+        if kind := _causal(trt, attention):
+            raise EngineError(f"{name}: the parser made it {kind}; the mask alone decides")
         if getattr(attention, "key_value_lengths", None) is not None:  # TensorRT 10 has none
             raise EngineError(f"{name}: the parser gave it key-value lengths; the mask alone decides")
     return _aliases(trt, network, layers)
 
 
+def _causal(trt: Any, attention: Any) -> str:
+    """How the layer is causal on its own; nothing where it is not. TensorRT 10 knows one way and names none."""
+    kind = getattr(attention, "causal_kind", None)
+    if kind is None:
+        return "causal" if attention.causal else ""
+    return "" if kind == trt.CausalMaskKind.NONE else f"{kind.name} causal"
+
+
 def check_log(logger: Any) -> None:
-    """Raise EngineError for the first error an SDK reported, or input it dropped: it goes on without what failed."""
+    """Raise EngineError for the first error an SDK reported of a graph, or input it dropped: its parser goes on without
+    what failed."""
     for severity, text in logger.lines:
-        if severity in ("ERROR", "INTERNAL_ERROR") or _UNUSED in text:
+        if severity in _ERRORS or _UNUSED in text:
             raise EngineError(f"the SDK reports: {text}")
         if text.removeprefix(f"{severity} ").startswith(_LOGGER_IGNORED):
             raise EngineError("the SDK reports its errors elsewhere in this process; build in a process of its own")
+
+
+def errors(logger: Any) -> list[str]:
+    """What an SDK reported as errors, each once."""
+    return list(dict.fromkeys(text for severity, text in logger.lines if severity in _ERRORS))
 
 
 def attention_layers(trt: Any, network: Any) -> dict[str, Any]:
@@ -172,13 +187,15 @@ def monitor(trt: Any, tell: Callable[[str], None]) -> Any:
 def timing_cache(sdk: str, config: Any, path: Path) -> Iterator[None]:
     """Let TensorRT's timings of kernels outlive the build, in ``path``: the next one on this device is then faster.
 
-    One of another version or device is begun anew. TensorRT-RTX times nothing when it builds, and gets none.
+    One that is damaged, or of another version or device, is begun anew. TensorRT-RTX times nothing when it builds, and
+    gets none.
     """
     if sdk != "tensorrt":
         yield
         return
     known = path.read_bytes() if path.is_file() else b""
-    if not config.set_timing_cache(config.create_timing_cache(known), False):
+    cache = config.create_timing_cache(known)
+    if cache is None or not config.set_timing_cache(cache, False):
         config.set_timing_cache(config.create_timing_cache(b""), False)
     yield
     fresh = path.with_name(f".{path.name}.partial")

@@ -38,10 +38,12 @@ class HostCuda:
     """The interface of ``engines.tensorrt.cuda.Cuda`` over host memory.
 
     ``moved`` counts the bytes that crossed each way and ``sizes`` holds the sizes of the copies to the host;
-    ``launched`` counts graphs; ``blocks`` and ``pins`` are what is allocated.
+    ``launched`` counts graphs; ``blocks`` and ``pins`` are what is allocated, of ``room`` bytes on the device (None:
+    any number).
     """
 
     name, driver = "Host", "13.0"
+    room: int | None = None
 
     def __init__(self, *, captures: bool = True) -> None:
         self.stream = next(_NUMBERS)
@@ -60,6 +62,8 @@ class HostCuda:
 
     def allocate(self, size: int) -> int:
         assert self._recording is None, "memory allocated while capturing"
+        if self.room is not None and size + sum(map(len, self.blocks.values())) > self.room:
+            raise EngineError("CUDA: out of memory (error 2)")
         block = ctypes.create_string_buffer(b"\xff" * max(size, 1), max(size, 1))  # NaN, as float
         self.blocks[ctypes.addressof(block)] = block
         return ctypes.addressof(block)
@@ -244,6 +248,8 @@ class FakeContext:
 
 
 class FakeRuntime:
+    kind: type[FakeEngine] = FakeEngine
+
     def __init__(self, log: Any) -> None:
         self._log = log
 
@@ -251,7 +257,7 @@ class FakeRuntime:
         if not blob.startswith(b"\x08"):  # the first field of every ONNX file
             self._log.log(Severity.ERROR, "the engine plan file is\nnot compatible")
             return None
-        return FakeEngine(blob)
+        return self.kind(blob)
 
 
 class Severity(enum.IntEnum):

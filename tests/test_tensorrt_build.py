@@ -213,7 +213,7 @@ def test_a_causal_kind_and_key_value_lengths_are_caught(tmp_path: Path) -> None:
         check_import(trt, network, logger, layers=0, attentions=1)
 
 
-def test_what_the_sdk_reports_fails_the_build() -> None:
+def test_what_the_sdk_reports_of_a_graph_fails_the_build() -> None:
     logger = compat.logger(RTX)
     logger.lines[:] = [("WARNING", "WARNING all is well")]
     check_log(logger)

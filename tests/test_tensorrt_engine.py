@@ -513,9 +513,14 @@ def test_the_names_the_engine_relies_on_are_in_the_sdk() -> None:
         sdk.ICudaEngine: (
             "num_io_tensors num_optimization_profiles get_tensor_name get_tensor_mode get_tensor_location "
             "get_tensor_dtype get_tensor_shape get_tensor_profile_shape get_aliased_input_tensor "
-            "create_execution_context"
+            "create_execution_context create_runtime_config"
         ),
-        sdk.IExecutionContext: ("set_optimization_profile_async set_input_shape set_tensor_address execute_async_v3"),
+        sdk.IExecutionContext: (
+            "set_optimization_profile_async set_input_shape set_tensor_address execute_async_v3 is_stream_capturable"
+        ),
+        sdk.IRuntimeConfig: "dynamic_shapes_kernel_specialization_strategy",
+        sdk.DynamicShapesKernelSpecializationStrategy: "LAZY EAGER NONE",
+        sdk.BuilderFlag: "REQUIRE_USER_ALLOCATION",
         sdk.Runtime: "deserialize_cuda_engine",
         sdk.TensorIOMode: "INPUT OUTPUT",
         sdk.TensorLocation: "DEVICE HOST",

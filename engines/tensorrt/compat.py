@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import EngineError
 
 SDKS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # provider name -> module
-OLDEST = {"tensorrt": "10.16", "tensorrt-rtx": "1.7"}  # earlier ones tell no causal kind, or were never tried
+OLDEST = {"tensorrt": "10.16", "tensorrt-rtx": "1.7"}  # earlier ones read no TensorScatter, or were never tried
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _STRONGLY_TYPED_BY_DEFAULT = 11  # the first TensorRT that knows nothing else

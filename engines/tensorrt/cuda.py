@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ...errors import EngineError
 
 Bytes = NDArray[np.uint8]
+_INSUFFICIENT_DRIVER = 35  # cudaErrorInsufficientDriver; also where there is none
 
 
 class Cuda:
@@ -27,6 +28,8 @@ class Cuda:
         except ImportError as error:
             raise EngineError(f"cuda-bindings does not load ({error}): pip install cuda-bindings") from None
         failed, devices = self._cuda.cudaGetDeviceCount()
+        if int(failed) == _INSUFFICIENT_DRIVER:
+            raise self._driver_missing_or_old()
         if int(failed):
             raise EngineError(f"no CUDA device ({self._reason(failed)}): does nvidia-smi see a GPU?")
         if not 0 <= device < devices:
@@ -127,6 +130,17 @@ class Cuda:
                 self.unpin(block)
             self._check(self._cuda.cudaStreamDestroy(self.stream))
             self.stream = 0
+
+    def _driver_missing_or_old(self) -> EngineError:
+        if not int(self._check(self._cuda.cudaDriverGetVersion())):
+            return EngineError("no CUDA device (no NVIDIA driver is here): run this on the machine with the GPU")
+        wanted = int(self._check(self._cuda.cudaRuntimeGetVersion())) // 1000
+        known = int(self.driver.split(".")[0])
+        return EngineError(
+            f"the NVIDIA driver is too old for CUDA {wanted} of cuda-bindings (it takes CUDA {self.driver} at most):"
+            f" update it (CUDA 13 needs 580 or later), or, where TensorRT is one for CUDA {known},"
+            f" pip install 'cuda-bindings<{known + 1}'"
+        )
 
     def _copy(self, destination: int, source: int, size: int, kind: str) -> None:
         way = getattr(self._cuda.cudaMemcpyKind, f"cudaMemcpy{kind}")

@@ -37,11 +37,20 @@ class TensorRTEngine:
         self.path, self.manifest = manifest.find(model, provider, version, capability)
         self._bundle = model.folder.parent
         self.cuda = Cuda()
+        self._logits = LogitStore(self.cuda, model.entry.vocab_size)
+        self._caches: dict[str, int] = {}
+        self._steps: dict[tuple[int, int, int], Step] = {}
+        self._rows = self._batch = self._bytes_moved = 0
         try:
             self.session = Session(provider, self.path, self.cuda)
-            self._check_tensors(model)
         except BaseException:
             self.cuda.close()
+            raise
+        try:
+            self._check_tensors(model)
+            self.reset(1)
+        except BaseException:
+            self.close()
             raise
         verify, slots = self.session.limits[-1], self.manifest.capacity
         self.spec = ModelSpec(
@@ -55,11 +64,6 @@ class TensorRTEngine:
         )
         self.graphs, self.graph_error = True, ""
         self._last_position = model.entry.max_context - 1
-        self._caches: dict[str, int] = {}
-        self._rows = self._batch = self._bytes_moved = 0
-        self._logits = LogitStore(self.cuda, self.spec.vocab_size)
-        self._steps: dict[tuple[int, int, int], Step] = {}
-        self.reset(1)
 
     @property
     def batch(self) -> int:
@@ -148,6 +152,8 @@ class TensorRTEngine:
         if step.calls and step.graph is None and self.graphs and not self.graph_error:
             self.cuda.wait()
             try:
+                if not self.session.capturable(step.profile):
+                    raise EngineError(f"{self.path.name} cannot be captured as a CUDA graph; {self._rebuild()}")
                 step.graph = self.cuda.capture(lambda: step.enqueue(self.session))
             except EngineError as error:
                 self.graph_error = str(error)
@@ -176,6 +182,7 @@ class TensorRTEngine:
         self._steps.clear()
 
     def _allocate(self, rows: int) -> None:
+        self._batch = 0  # no row, until all caches are there: memory may be short
         self._forget_steps()
         for address in self._caches.values():
             self.cuda.free(address)

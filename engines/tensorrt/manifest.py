@@ -30,7 +30,7 @@ class EngineManifest:
     many positions of a row may want logits. ``aliases``: output name to the input whose memory it shares. ``heads``:
     the outputs beside ``logits`` (greedy, logsumexp, and top_ids and top_logits of the ``top``
     largest; 0: without). ``graph_sha256``: the canonical graph it was built from, as in leadout.json. ``log``: what
-    the build decided or the SDK warned of.
+    the build decided, and the SDK warned of or reported as errors that it built on after.
     """
 
     sdk: str

@@ -52,6 +52,7 @@ class Session:
         if host := [name for name in names if self._engine.get_tensor_location(name) != sdk.TensorLocation.DEVICE]:
             raise EngineError(f"{path}: tensor '{host[0]}' wants to live on the host; build the engine again")
         self.limits = [self._read_limits(profile) for profile in range(self._engine.num_optimization_profiles)]
+        self._config = self._eager(sdk) if name == "tensorrt-rtx" else None
         self._contexts = [self._open_context(profile) for profile in range(len(self.limits))]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -96,18 +97,32 @@ class Session:
         if not self._contexts[profile].execute_async_v3(self._cuda.stream):
             raise self._refused("a step")
 
+    def capturable(self, profile: int) -> bool:
+        """Whether a step of what is bound may be captured. TensorRT itself does not tell: there it has to be tried."""
+        ask = getattr(self._contexts[profile], "is_stream_capturable", None)
+        return ask is None or bool(ask(self._cuda.stream))
+
     def close(self) -> None:
         """Release contexts, engine and runtime, in that order."""
         self._contexts.clear()
-        self._engine = self._runtime = None
+        self._config = self._engine = self._runtime = None
 
     def _read_limits(self, profile: int) -> Limits:
         rows, width = self._engine.get_tensor_profile_shape("input_ids", profile)[2]
         wanted = self._engine.get_tensor_profile_shape("logit_index", profile)[2][1]
         return Limits(int(rows), int(width), int(wanted))
 
+    def _eager(self, sdk: Any) -> Any:
+        """How TensorRT-RTX is to run the engine: each shape by the kernels made for it, from its first step on. Left to
+        itself, it begins with others and changes over when those are compiled, in the background: one shape would give
+        two sets of bits, and a CUDA graph might hold what is about to be replaced."""
+        config = self._engine.create_runtime_config()
+        config.dynamic_shapes_kernel_specialization_strategy = sdk.DynamicShapesKernelSpecializationStrategy.EAGER
+        return config
+
     def _open_context(self, profile: int) -> Any:
-        context = self._engine.create_execution_context()
+        given = () if self._config is None else (self._config,)
+        context = self._engine.create_execution_context(*given)
         if context is None or not context.set_optimization_profile_async(profile, self._cuda.stream):
             raise self._refused(f"a context for profile {profile}")
         return context
