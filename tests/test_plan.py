@@ -80,7 +80,7 @@ def test_a_cpu_holds_and_computes_float16_in_float32(tmp_path: Path) -> None:
     half, blob = dataclasses.replace(half, parameters=1 << 26), half.files["model.onnx.data"].bytes
     assert [plan(half, load(batch=rows)).weights for rows in (1, 3)] == [2 * blob, 4 * blob]
     assert plan(half, load(provider="cuda")).weights == blob
-    assert plan(half, load()).steps == plan(whole, load()).steps == 2 * plan(half, load(provider="cuda")).steps
+    assert plan(half, load()).steps == plan(whole, load()).steps > plan(half, load(provider="cuda")).steps
     assert 2 * plan(half, load()).cache == plan(whole, load()).cache, "this is as it is stored"
 
 

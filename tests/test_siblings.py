@@ -242,7 +242,7 @@ def test_rows_of_a_round_know_as_much_of_each_other_whoever_guesses_first(monkey
 def test_finished_answers_are_drafted_from():
     """A target that hardly ever chooses, without repetition of its own: what one wrote, the next will write."""
     sharp, prompt = ToyEngine(table_law(200, seed=1, sharpness=40.0), 200, max_context=128), [1, 2, 3]
-    decoder, given = Decoder(sharp, None), samples([prompt], 2)
+    decoder, given = Decoder(sharp, None, costs=FixedCosts()), samples([prompt], 2)
     settings = Settings(draft="siblings", temperature=0.1, seed=3, max_new_tokens=60)
     first, later = (decode([(prompt, settings)], [each], decoder=decoder) for each in given)
     assert first[0] == later[0] and first[1][0].accepted == 0
