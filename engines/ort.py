@@ -297,15 +297,15 @@ class SlotEngine:
 
     def reset(self, batch: int) -> None:
         """See Engine.reset. Leaves the smallest capacity, or all as it is where neither batch nor cost ask for another
-        (``steady``): then rows keep the most they ever needed. Raises EngineError for a batch it cannot take."""
+        (``steady``), a GPU's for fewer rows, too. Raises EngineError for a batch it cannot take."""
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
-        self._resets += 1
-        self._told[0] = NOTHING
+        self._resets, self._told[0] = self._resets + 1, NOTHING
         variant = self._choose(batch)
         least = bucket(1, coarse=(keeps := steady(variant, self._provider)))
-        if self._cache and (variant, batch) == (self._variant, self._batch) and (keeps or self._capacity == least):
-            self.even = True
+        fewer = self._provider != "cpu" and self._batch and batch <= self._cache[0].shape[0]
+        if (batch == self._batch or fewer) and variant == self._variant and (keeps or self._capacity == least):
+            self.even, self._batch = True, batch
             self._trails.restart()
             return
         self._open(variant)

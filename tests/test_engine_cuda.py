@@ -180,6 +180,19 @@ def test_every_shape_has_a_graph_of_its_own_and_prompts_have_none(device: SlotEn
     assert device._session.runs == recorded and device.graph_error == ""
 
 
+def test_fewer_rows_leave_the_cache_where_it_is(device: SlotEngine, model: Model) -> None:
+    """So graphs that were recorded for more rows are of use again, and slots of before are nobody's."""
+    cpu, rows = SlotEngine(model, variant="nonpad"), tokens(C, 3, 5)
+    for batch in (3, 1, 2, 3):
+        for engine in (device, cpu):
+            engine.reset(batch)
+        found, expected = (np.array(each.forward(rows[:batch], at(*[0] * batch))) for each in (device, cpu))
+        assert np.array_equal(found, expected) and device.batch == batch
+        with pytest.raises(EngineError, match=f"row {batch} is not one of the engine's {batch}"):
+            device.copy_row(0, batch)
+    assert device._session.runs == [*["1"] * 3, *["2"] * 3, *["3"] * 3, "1"]
+
+
 def test_each_thread_records_for_itself(device: SlotEngine) -> None:
     rows, found = tokens(C, 1, 5), []
 
