@@ -102,7 +102,7 @@ def _counted(model: ir.Model, before: ir.Node, tokens: ir.Value) -> ir.Value:
     """How many ``tokens`` [B,S] a row has, [B]. Not by their shape, which is known on a host: ``past_lens``, added to
     that, would have to come over from the device in each step, and no CUDA graph could hold it."""
     ones = node(model, before, "Cast", [node(model, before, "Equal", [tokens, tokens])], to=int(ir.DataType.INT64))
-    last = constant(model, "row", np.array([1], np.int64))
+    last = constant(model, "nonpad.row", np.array([1], np.int64))
     counted: ir.Value = node(model, before, "ReduceSum", [ones, last], keepdims=0)
     return counted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tokenizers import Tokenizer
 
@@ -15,12 +16,17 @@ _ANCHOR = 48  # characters of context, at least, from which a tokenizer cuts as 
 _WORD = re.compile(r"(?<=\S)(?=\s)")  # where hardly any tokenizer joins what is left and right of it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokenizers:
-    """Those of target and draft."""
+    """Those of target and draft. What a tokenizer never shows is looked up once for all texts."""
 
     target: Tokenizer
     draft: Tokenizer
+
+    @cached_property
+    def said(self) -> tuple[Codec, Codec]:
+        """As ids of target and draft become text."""
+        return Codec.of(self.target), Codec.of(self.draft)
 
 
 class Transcript:
@@ -29,7 +35,7 @@ class Transcript:
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         self._tokenizers = tokenizers
-        self._spelling = Spelling(Codec.of(tokenizers.target), ())
+        self._spelling = Spelling(tokenizers.said[0], ())
         self._settled = opening(tokenizers.draft)
         self._seen = 0
         self._anchor = self._tail = ""
@@ -60,7 +66,7 @@ class Transcript:
         """The target's tokens of what the draft wrote in ``own`` ids after the text; an unfinished character is left
         out (2502.05202, algorithm 2: with look-back, for tokens depend on what is before them)."""
         before = [*self.own[-CONTEXT_IDS:]]
-        decode = Codec.of(self._tokenizers.draft).decode
+        decode = self._tokenizers.said[1].decode
         new = decode([*before, *own])[len(decode(before)) :].rstrip("\ufffd")
         return continuation(self._tokenizers.target, _anchor(self._anchor + self._tail), new) if new else []
 
