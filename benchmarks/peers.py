@@ -239,7 +239,7 @@ def digest(checkpoint: Path) -> str:
 def recipe(peer: Peer) -> str:
     """Names how a program converts: its pinned versions and its adapter; for Leadout, which changes, its exporter."""
     total = hashlib.sha256(repr((peer.pip, peer.draft_precision)).encode())
-    for path in [HERE / "adapters" / peer.adapter, *(() if peer.pip else sorted(EXPORTER.glob("*.py")))]:
+    for path in [HERE / "adapters" / peer.adapter, *(() if peer.pip else sorted(EXPORTER.rglob("*.py")))]:
         total.update(path.read_bytes())
     return total.hexdigest()[:12]
 

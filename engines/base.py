@@ -17,7 +17,7 @@ Tops = tuple[Tokens, LogitArray]  # the ids and logits of the k largest, largest
 Sight = NDArray[np.bool_]
 Features = NDArray[np.floating[Any]]
 
-# Variants of a bundle's graph (export.gqa, export.tree) that take one row, whose used length is then what attention
+# Variants of a bundle's graph (export.graphs) that take one row, whose used length is then what attention
 # costs; and those that round alike in steps of every width, one token included.
 ONE_ROW = ("gqa", "gqa_even", "tree_gqa")
 EVEN = ("gqa_even", "grouped")

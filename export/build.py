@@ -18,7 +18,8 @@ import onnx_ir as ir
 from ..bundle import ModelEntry, file_entry
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
-from .checkpoint import (
+from .capture.refusals import context_length, is_recurrent
+from .checkpoints.checkpoint import (
     Checkpoint,
     load,
     open_tokenizer,
@@ -28,22 +29,21 @@ from .checkpoint import (
     save_texts,
     vocabulary,
 )
-from .defaults import choose_sampling, keep_readable
-from .draft_choice import DraftChoice, InOneStep, choose_draft, mask_of
-from .draft_ids import DraftIds
-from .experts import never_alone, unrounded_experts
+from .checkpoints.defaults import choose_sampling, keep_readable
+from .checkpoints.hub import require_there
+from .checkpoints.pairing import Vocabulary
+from .drafts.choice import DraftChoice, InOneStep, choose_draft, mask_of
+from .drafts.head_checkpoint import Head, read_head
+from .drafts.ids import DraftIds
+from .drafts.mtp import OwnLayers, has_own_layers, own_layers
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
-from .head_checkpoint import Head, read_head
-from .hub import require_there
-from .mtp import OwnLayers, has_own_layers, own_layers
-from .pairing import Vocabulary
+from .graphs.experts import never_alone, unrounded_experts
+from .graphs.passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
+from .graphs.quantize import ROUNDINGS, quantize
+from .graphs.rewrite import let_go
+from .graphs.smooth import observe, smooth
+from .graphs.tree import to_tree, to_tree_gqa
 from .parity import ImprecisionError, check_graph
-from .passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
-from .quantize import ROUNDINGS, quantize
-from .refusals import context_length, is_recurrent
-from .rewrite import let_go
-from .smooth import observe, smooth
-from .tree import to_tree, to_tree_gqa
 from .writing import aside, destination, write_manifest
 
 GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
@@ -230,7 +230,7 @@ def _canonical(
     truth = compute_truth(checkpoint, its) if read is None else head_truth(checkpoint, read)
     rows, length = FITTED
     written = write_rows(checkpoint, rows, min(length, checkpoint.max_context), seed=1) if fitted else None
-    columns = None if ids is None else ids.columns(checkpoint, truth, ends)
+    columns = None if ids is None else ids.columns(checkpoint, truth.logits, ends)
     captured = capture_to(folder, checkpoint, truth, progress, columns, its)
     checkpoint.release()
     return dataclasses.replace(simplify_and_pack(captured, progress), written=written)

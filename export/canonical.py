@@ -15,16 +15,16 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from ..bundle import ModelEntry
-from .capture import capture
-from .checkpoint import Checkpoint
+from .capture.decoder_graph import capture
+from .capture.kept import kept
+from .capture.taps import FeatureReader
+from .checkpoints.checkpoint import Checkpoint
+from .checkpoints.pairing import Ids
+from .drafts.trimming import kept_mass, trimmed_head
 from .golden import Truth
-from .kept import kept
-from .pairing import Ids
+from .graphs.passes import pack, simplify
+from .graphs.rewrite import let_go
 from .parity import check_graph
-from .passes import pack, simplify
-from .rewrite import let_go
-from .taps import FeatureReader
-from .trimming import kept_mass, trimmed_head
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

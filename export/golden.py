@@ -27,10 +27,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ..engines.base import BLOCK
 from ..errors import ExportError
-from .checkpoint import Checkpoint
-from .dflash import BlockHead
-from .refusals import own_code
-from .taps import FeatureReader, tapped
+from .capture.refusals import own_code
+from .capture.taps import FeatureReader, tapped
+from .checkpoints.checkpoint import Checkpoint
+from .drafts.dflash import BlockHead
 
 ROWS, LENGTH, TOP = 3, 32, 64
 STEP = 5  # tokens that are looked at together behind a past, or as many as a row has behind its first

@@ -36,7 +36,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
     def run(self) -> None:
         """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code."""
         from .build import export_pair
-        from .draft_choice import number_or_word
+        from .drafts.choice import number_or_word
 
         args = self.args
         try:

@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds."
 def difference(bundle: Bundle, source: str) -> str | None:
     """What to say if the bundle's prompt is another than that of ``source``, a directory or hub id that became its
     target; None if it is not, or transformers makes none: it knows no template, or refuses these messages."""
-    from ..export.checkpoint import open_tokenizer, quiet
+    from ..export.checkpoints.checkpoint import open_tokenizer, quiet
 
     theirs = open_tokenizer(source)
     for tools in (None, TOOLS):

@@ -44,7 +44,7 @@ def command(
 
     found = Bundle.read(bundle)
     try:
-        from ..export.tensorrt import Sizes, build_engines
+        from ..export.tensorrt.build import Sizes, build_engines
     except ModuleNotFoundError as error:
         raise ExportError(
             f"building needs '{error.name}', which is not installed: pip install 'leadout[{sdk}]'"

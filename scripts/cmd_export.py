@@ -8,7 +8,7 @@ import click
 
 from ..bundle import Bundle, read_manifest
 from ..errors import ExportError, UsageError
-from ..export.draft_choice import number_or_word
+from ..export.drafts.choice import number_or_word
 
 PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
 
@@ -98,7 +98,7 @@ def command(
             given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
             if any(each is not None for each in given):
                 raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
-            from ..export.foreign import import_pair
+            from ..export.foreign.importing import import_pair
 
             import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, output, progress=tell)
     except ModuleNotFoundError as error:

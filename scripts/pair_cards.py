@@ -10,7 +10,7 @@ import click
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ..export.eagle import FeatureHead
+from ..export.drafts.eagle import FeatureHead
 from .pair_corpus import END, Corpus
 from .pair_recipes import CONTEXT, Recipe
 

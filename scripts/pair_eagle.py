@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..export.eagle import FeatureHead
-from ..export.taps import tapped
+from ..export.capture.taps import tapped
+from ..export.drafts.eagle import FeatureHead
 from .pair_depth import FADE, ByDepth, Divergence, accepted_by_depth, some_anchors
 from .pruning import best_layers, with_layers
 

@@ -33,8 +33,8 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from ..export.eagle import FeatureHead
-from ..export.levels import int4_to_rows, rows_to_int4
+from ..export.drafts.eagle import FeatureHead
+from ..export.graphs.levels import int4_to_rows, rows_to_int4
 from . import pair_eagle, pair_parallel
 from .pair_cards import AGAIN, COPIES, DISTILLED, HEAD_CARD, PARALLEL, PRUNED, WENT_BACK, publish
 from .pair_corpus import VOCAB, Corpus, read_corpus, token_stream

@@ -16,9 +16,9 @@ from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
 from leadout.engines import Engine
 from leadout.engines.ort import SlotEngine
 from leadout.engines.rounding import even_from
-from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
-from leadout.export.quantize import quantize
-from leadout.export.tree import to_tree, to_tree_gqa
+from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
+from leadout.export.graphs.quantize import quantize
+from leadout.export.graphs.tree import to_tree, to_tree_gqa
 
 Array = NDArray[Any]
 

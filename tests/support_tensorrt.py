@@ -12,7 +12,7 @@ from onnx.reference import ReferenceEvaluator
 
 from leadout.bundle import Model
 from leadout.engines.providers import open_session
-from leadout.export.tensorrt import Sizes, write_graph
+from leadout.export.tensorrt.build import Sizes, write_graph
 
 Array = NDArray[Any]
 CACHE = {"fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "int4": np.float16}

@@ -75,9 +75,8 @@ def test_every_file_is_on_the_map(root: Path) -> None:
         for name in re.findall(r"`([\w./*]+)`", row):
             folder = str(Path(name).parent) if "/" in name else folder
             named |= set(root.glob(f"{folder}/{Path(name).name}"))
-    within = ("controller", "drafters", "rules")
-    folders = ("export", "engines", "engines/tensorrt", "runtime", *(f"runtime/{name}" for name in within), "scripts")
-    files = {path for folder in folders for path in (root / folder).glob("*.py") if path.name != "__init__.py"}
+    folders = ("export", "engines", "runtime", "scripts")
+    files = {path for folder in folders for path in (root / folder).rglob("*.py") if path.name != "__init__.py"}
     files.add(root / "__main__.py")
     assert {str(path.relative_to(root)) for path in files - named} == set()
 

@@ -10,8 +10,8 @@ from leadout.bundle import Model
 from leadout.engines.base import TreeEngine
 from leadout.engines.ort import SlotEngine
 from leadout.errors import EngineError
-from leadout.export.passes import pack, simplify
-from leadout.export.tree import to_tree, to_tree_gqa
+from leadout.export.graphs.passes import pack, simplify
+from leadout.export.graphs.tree import to_tree, to_tree_gqa
 from leadout.runtime.rules.trees import ancestry, path
 
 C = Shape(windows=(None, 8))

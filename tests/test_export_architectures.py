@@ -24,12 +24,12 @@ from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
-from leadout.export.checkpoint import Checkpoint  # noqa: E402
-from leadout.export.eagle import FeatureHead  # noqa: E402
+from leadout.export.capture.refusals import context_length  # noqa: E402
+from leadout.export.checkpoints.checkpoint import Checkpoint  # noqa: E402
+from leadout.export.drafts.eagle import FeatureHead  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
+from leadout.export.graphs.smooth import Rounding, observe, smooth  # noqa: E402
 from leadout.export.parity import check_graph  # noqa: E402
-from leadout.export.refusals import context_length  # noqa: E402
-from leadout.export.smooth import Rounding, observe, smooth  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 
 BASE: dict[str, Any] = {

@@ -30,14 +30,16 @@ from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.engines.golden import Golden
 from leadout.errors import ExportError, UsageError
-from leadout.export import dflash, golden, quantize
+from leadout.export import golden
 from leadout.export.build import export_pair
 from leadout.export.canonical import capture_to, simplify_and_pack
-from leadout.export.checkpoint import load
-from leadout.export.dflash import BlockHead
+from leadout.export.capture.taps import tapped
+from leadout.export.checkpoints.checkpoint import load
+from leadout.export.drafts import dflash
+from leadout.export.drafts.dflash import BlockHead
+from leadout.export.drafts.head_checkpoint import read_head
 from leadout.export.golden import compute_truth, head_truth
-from leadout.export.head_checkpoint import read_head
-from leadout.export.taps import tapped
+from leadout.export.graphs import quantize
 from leadout.runtime import check
 from leadout.runtime.drafters.block_drafter import BlockDrafter
 from leadout.scripts.cli import main

@@ -29,10 +29,12 @@ from transformers import GenerationConfig  # noqa: E402
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
-from leadout.export import build, canonical, capture, hub  # noqa: E402
+from leadout.export import build, canonical  # noqa: E402
 from leadout.export.build import export_pair, require_there  # noqa: E402
-from leadout.export.checkpoint import _is_further_layer, _sampling, load, quiet  # noqa: E402
-from leadout.export.refusals import context_length, refusal  # noqa: E402
+from leadout.export.capture import decoder_graph  # noqa: E402
+from leadout.export.capture.refusals import context_length, refusal  # noqa: E402
+from leadout.export.checkpoints import hub  # noqa: E402
+from leadout.export.checkpoints.checkpoint import _is_further_layer, _sampling, load, quiet  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -576,7 +578,7 @@ def test_what_a_program_logs_is_its_own_affair_again_after_an_export(
 ) -> None:
     logging.disable(before)
     try:
-        with capture._quiet():
+        with decoder_graph._quiet():
             assert logging.root.manager.disable == max(before, logging.WARNING)
             print("def forward(self, arg0_1): ...", file=sys.stderr)
         assert logging.root.manager.disable == before

@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export import build  # noqa: E402
-from leadout.export.checkpoint import open_tokenizer, save_texts  # noqa: E402
-from leadout.export.conversations import in_files, keep_conversations  # noqa: E402
+from leadout.export.checkpoints.checkpoint import open_tokenizer, save_texts  # noqa: E402
+from leadout.export.checkpoints.conversations import in_files, keep_conversations  # noqa: E402
 from leadout.runtime.chat_template import ChatTemplate  # noqa: E402
 from leadout.runtime.prompts import Chat  # noqa: E402
 from leadout.scripts.chat_probe import MESSAGES, TOOLS, difference  # noqa: E402

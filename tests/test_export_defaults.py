@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from leadout.errors import ExportError
 from leadout.export.build import export_pair
-from leadout.export.checkpoint import open_tokenizer, other_reading, read_config, vocabulary
-from leadout.export.defaults import FILE, choose_sampling, keep_readable
+from leadout.export.checkpoints.checkpoint import open_tokenizer, other_reading, read_config, vocabulary
+from leadout.export.checkpoints.defaults import FILE, choose_sampling, keep_readable
 
 
 @pytest.fixture

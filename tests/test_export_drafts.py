@@ -19,7 +19,7 @@ import leadout
 from leadout.bundle import Bundle, ModelEntry
 from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export.build import export_pair
-from leadout.export.draft_choice import DraftChoice, choose_draft
+from leadout.export.drafts.choice import DraftChoice, choose_draft
 from leadout.scripts.cli import main
 
 pytestmark = pytest.mark.usefixtures("captures_once")

@@ -24,13 +24,15 @@ from test_mutants import Mutant, must_die  # noqa: E402
 import leadout  # noqa: E402
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
-from leadout.export import build, experts, lowerings, quantize  # noqa: E402
+from leadout.export import build  # noqa: E402
 from leadout.export.build import export_model, export_pair, silent  # noqa: E402
 from leadout.export.canonical import Canonical  # noqa: E402
-from leadout.export.capture import capture  # noqa: E402
-from leadout.export.checkpoint import Checkpoint  # noqa: E402
-from leadout.export.kept import kept  # noqa: E402
-from leadout.export.refusals import context_length  # noqa: E402
+from leadout.export.capture import lowerings  # noqa: E402
+from leadout.export.capture.decoder_graph import capture  # noqa: E402
+from leadout.export.capture.kept import kept  # noqa: E402
+from leadout.export.capture.refusals import context_length  # noqa: E402
+from leadout.export.checkpoints.checkpoint import Checkpoint  # noqa: E402
+from leadout.export.graphs import experts, quantize  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 from leadout.scripts.cli import main  # noqa: E402
 

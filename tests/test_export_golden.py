@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from leadout.errors import ExportError  # noqa: E402
-from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
+from leadout.export.capture.kept import kept  # noqa: E402
+from leadout.export.checkpoints.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import LENGTH, ROWS, compute_truth  # noqa: E402
-from leadout.export.kept import kept  # noqa: E402
 
 
 @pytest.fixture

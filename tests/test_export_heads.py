@@ -35,9 +35,9 @@ from leadout.engines.tensorrt.buildable import require_buildable
 from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export import parity
 from leadout.export.build import export_pair
-from leadout.export.eagle import FeatureHead
-from leadout.export.head_checkpoint import read_head
-from leadout.export.taps import tapped
+from leadout.export.capture.taps import tapped
+from leadout.export.drafts.eagle import FeatureHead
+from leadout.export.drafts.head_checkpoint import read_head
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 

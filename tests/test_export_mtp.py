@@ -27,9 +27,9 @@ from leadout.bundle import Bundle
 from leadout.errors import ExportError, UsageError
 from leadout.export import build
 from leadout.export.build import export_pair
-from leadout.export.checkpoint import load, read_config
-from leadout.export.draft_choice import choose_draft
-from leadout.export.mtp import has_own_layers, own_layers
+from leadout.export.checkpoints.checkpoint import load, read_config
+from leadout.export.drafts.choice import choose_draft
+from leadout.export.drafts.mtp import has_own_layers, own_layers
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 

@@ -21,14 +21,15 @@ transformers = pytest.importorskip("transformers")
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
-from leadout.export import capture, experts, gqa, lowerings, sinks, tree  # noqa: E402
 from leadout.export.build import VARIANTS, export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical  # noqa: E402
-from leadout.export.capture import slot_attention  # noqa: E402
-from leadout.export.checkpoint import load  # noqa: E402
+from leadout.export.capture import decoder_graph, lowerings  # noqa: E402
+from leadout.export.capture.decoder_graph import slot_attention  # noqa: E402
+from leadout.export.checkpoints.checkpoint import load  # noqa: E402
+from leadout.export.graphs import experts, gqa, sinks, tree  # noqa: E402
+from leadout.export.graphs.quantize import sweep  # noqa: E402
 from leadout.export.parity import check_graph  # noqa: E402
-from leadout.export.quantize import sweep  # noqa: E402
-from leadout.export.tensorrt_graph import lower  # noqa: E402
+from leadout.export.tensorrt.graph import lower  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 
 SINKING = ("gqa", "gqa_even", "grouped", "tree", "tree_gqa")
@@ -160,8 +161,8 @@ CAPTURE_MUTANTS = [
     Mutant("no limits", lowerings, "gate_of", ', "swiglu_limit": float(limit)', ""),
     Mutant("no offset", lowerings, "gate_of", '"activation_beta": 1.0', '"activation_beta": 0.0'),
     Mutant("no biases", lowerings, "by_pairs", "if experts.has_bias", "if False"),
-    Mutant("weights lie as in others", capture, "arrange", "turned=turned and is_weight", "turned=False"),
-    Mutant("gates stand apart", capture, "arrange", "apart=apart and at < 2", "apart=at < 2"),
+    Mutant("weights lie as in others", decoder_graph, "arrange", "turned=turned and is_weight", "turned=False"),
+    Mutant("gates stand apart", decoder_graph, "arrange", "apart=apart and at < 2", "apart=at < 2"),
     Mutant("tables are whole", lowerings, "half_split", "if whole else 2 * cos", "if True else cos"),
 ]
 

@@ -20,13 +20,13 @@ from test_mutants import Mutant, must_die  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from leadout.export import stored  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
-from leadout.export.capture import capture  # noqa: E402
-from leadout.export.checkpoint import Checkpoint, load  # noqa: E402
+from leadout.export.capture import stored  # noqa: E402
+from leadout.export.capture.decoder_graph import capture  # noqa: E402
+from leadout.export.capture.kept import kept  # noqa: E402
+from leadout.export.capture.stored import NARROW, Standins, Stored, keep_stored, narrow_type  # noqa: E402
+from leadout.export.checkpoints.checkpoint import Checkpoint, load  # noqa: E402
 from leadout.export.golden import compute_truth  # noqa: E402
-from leadout.export.kept import kept  # noqa: E402
-from leadout.export.stored import NARROW, Standins, Stored, keep_stored, narrow_type  # noqa: E402
 
 # Every way there is to hold weights and to reach them: joined, turned round, scaled when looked up, stacked, merged.
 KINDS = ("llama", "phi3", "gpt2", "gpt_neox", "opt", "falcon", "gemma3", "cohere", "mixtral", "gpt_oss")
@@ -152,7 +152,7 @@ class Largest(TorchDispatchMode):  # type: ignore[misc]
 
 def no_more_than_asked(patch: pytest.MonkeyPatch) -> None:
     """What a product, a lookup or one expert reads of a stored weight is widened, and no more; all is exact."""
-    patch.setattr("leadout.export.pieces.PIECE", 1 << 12)
+    patch.setattr("leadout.export.graphs.pieces.PIECE", 1 << 12)
     for dtype in NARROW.values():
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 300).to(dtype)
@@ -221,7 +221,7 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 
-from leadout.export import build, capture, checkpoint, smooth  # before anything is measured
+from leadout.export import build  # before anything is measured
 from leadout.engines.providers import onnxruntime
 
 def anonymous():

@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError, ExportError
-from leadout.export.other_tokenizer import is_foreign, match_bytes, token_bytes
-from leadout.export.pairing import Vocabulary
+from leadout.export.checkpoints.pairing import Vocabulary
+from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, token_bytes
 from leadout.runtime import settings
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import foreign_draft, retokenise

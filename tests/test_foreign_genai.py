@@ -14,8 +14,8 @@ from support_graphs import rounds_alike
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import EngineError, ExportError
-from leadout.export.foreign import import_pair
-from leadout.export.foreign_source import read_source
+from leadout.export.foreign.importing import import_pair
+from leadout.export.foreign.source import read_source
 
 FORMS = {
     "plain": Form(gqa=True, positions=False),

@@ -17,8 +17,8 @@ import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import ExportError
-from leadout.export.foreign import _match, import_pair
-from leadout.export.foreign_source import read_source
+from leadout.export.foreign.importing import _match, import_pair
+from leadout.export.foreign.source import read_source
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_a_bundle_is_not_replaced_by_what_no_pair_can_load(tmp_path: Path, monke
     assert f"its ids go up to {VOCAB}, the logits of model.onnx to {VOCAB - 1}" in refusal(root, bundle)
     words().save(str(root / "tokenizer.json"))
     with monkeypatch.context() as odd:
-        odd.setattr("leadout.export.foreign_source.Fields.names", lambda self, name: [5])
+        odd.setattr("leadout.export.foreign.source.Fields.names", lambda self, name: [5])
         assert f"{bundle}/leadout.json: models: target: architecture: expected str" in refusal(root, bundle)
     assert (bundle / "leadout.json").read_bytes() == good
     leadout.load(bundle, threads=1).close()

@@ -69,7 +69,12 @@ def test_folders_import_only_what_they_may(root: Path) -> None:
             *("..export", "...export", "..scripts", "...scripts"),
         ),
         "engines": ("torch", "transformers", "..runtime", "...runtime", "..export", "...export", "..scripts"),
-        "export": ("..runtime", "..scripts"),
+        "export": ("..runtime", "...runtime", "..scripts", "...scripts"),
+        "export/graphs": ("torch", "..capture", "..checkpoints", "..drafts"),
+        "export/capture": ("..checkpoints", "..drafts"),
+        "export/checkpoints": ("..drafts",),
+        "export/foreign": ("torch", "transformers", "..capture", "..drafts"),
+        "export/tensorrt": ("torch", "transformers", "..capture", "..checkpoints", "..drafts"),
         "runtime/rules": ("..drafters", "..controller"),
         "runtime/drafters": ("..controller",),
     }

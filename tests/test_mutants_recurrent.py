@@ -25,7 +25,7 @@ from test_recurrent import test_what_was_committed_is_what_is_read_again as litt
 from leadout.bundle import Model, Recurrence  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
 from leadout.engines.trails import Trails  # noqa: E402
-from leadout.export import capture, recurrent  # noqa: E402
+from leadout.export.capture import decoder_graph, recurrent  # noqa: E402
 from leadout.runtime import steps  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.drafters.model_drafter import ModelDrafter  # noqa: E402
@@ -198,7 +198,7 @@ GRAPHS = [  # by the model that tells it soonest: of a convolution alone, a delt
     ),
     (
         "olmo_hybrid",
-        Mutant("a token's Softplus rounds by its company", capture, "evenly", "width % _AT_ONCE:", "False:"),
+        Mutant("a token's Softplus rounds by its company", decoder_graph, "evenly", "width % _AT_ONCE:", "False:"),
     ),
 ]
 

@@ -11,11 +11,11 @@ import pytest
 from support_graphs import LOWERINGS, Array, Shape, graph, op_counts, reference, tokens
 
 from leadout.engines.providers import onnxruntime
-from leadout.export.gqa import fuse_skip_norm
-from leadout.export.half import to_half
-from leadout.export.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
-from leadout.export.rewrite import constant, node, swap
-from leadout.export.tree import to_tree, to_tree_gqa
+from leadout.export.graphs.gqa import fuse_skip_norm
+from leadout.export.graphs.half import to_half
+from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
+from leadout.export.graphs.rewrite import constant, node, swap
+from leadout.export.graphs.tree import to_tree, to_tree_gqa
 
 SHAPES = {
     "plain": Shape(),

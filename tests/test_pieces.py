@@ -12,14 +12,14 @@ import pytest
 from support_graphs import Shape, graph
 from test_mutants import Mutant, must_die
 
-from leadout.export import half, passes, pieces, quantize, smooth
-from leadout.export.levels import rows_to_int4, rows_to_int8
-from leadout.export.passes import pack, simplify
-from leadout.export.pieces import Pieces, steps
-from leadout.export.quantize import quantize as to_precision
-from leadout.export.rewrite import constant
-from leadout.export.smooth import Rounding, observe
-from leadout.export.smooth import smooth as make_even
+from leadout.export.graphs import half, passes, pieces, quantize, smooth
+from leadout.export.graphs.levels import rows_to_int4, rows_to_int8
+from leadout.export.graphs.passes import pack, simplify
+from leadout.export.graphs.pieces import Pieces, steps
+from leadout.export.graphs.quantize import quantize as to_precision
+from leadout.export.graphs.rewrite import constant
+from leadout.export.graphs.smooth import Rounding, observe
+from leadout.export.graphs.smooth import smooth as make_even
 
 FORMS = {"plain": {}, "tied": {"tied": True}, "wide": {"hidden": 48, "ffn": 80}}
 

@@ -15,7 +15,7 @@ from leadout.bundle import CacheShape, Model, ModelEntry, Recurrence, file_entry
 from leadout.engines.ort import SlotEngine
 from leadout.engines.plan import Load, fitting, plan
 from leadout.errors import EngineError, ExportError, UsageError
-from leadout.export.tensorrt import Sizes, check_buildable, write_graph
+from leadout.export.tensorrt.build import Sizes, check_buildable, write_graph
 from leadout.scripts.cli import main
 
 C = Shape()

@@ -19,7 +19,7 @@ from leadout.bundle import Bundle, Model
 from leadout.engines import PROVIDERS, Engine, open_engine, providers, require
 from leadout.engines.tensorrt import compat
 from leadout.errors import EngineError, UsageError
-from leadout.export.foreign import import_pair
+from leadout.export.foreign.importing import import_pair
 from leadout.runtime import check
 from leadout.runtime.controller.tuned import cores
 

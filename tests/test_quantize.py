@@ -14,9 +14,9 @@ from support_graphs import Shape, graph, op_counts, reference, tokens, write
 from leadout.engines.ort import SlotEngine
 from leadout.engines.saturation import EXACT_SUMS
 from leadout.errors import ExportError
-from leadout.export.levels import int4_to_rows, rows_to_int4, rows_to_int8
-from leadout.export.passes import pack, simplify
-from leadout.export.quantize import from_int4, quantize
+from leadout.export.graphs.levels import int4_to_rows, rows_to_int4, rows_to_int8
+from leadout.export.graphs.passes import pack, simplify
+from leadout.export.graphs.quantize import from_int4, quantize
 
 # Root mean square of the error over that of the logits; random weights, which have no redundancy (real ones lose less).
 # ARM64 adds in fp16 what x86 adds in fp32.

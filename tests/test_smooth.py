@@ -12,12 +12,12 @@ from support_graphs import Nodes, Shape, entry, graph, reference, tokens
 
 from leadout.bundle import Model, file_entry
 from leadout.engines.ort import SlotEngine
-from leadout.export.levels import rows_to_int8
-from leadout.export.linear import linear_of
-from leadout.export.passes import pack, simplify
-from leadout.export.quantize import ROUNDINGS, quantize
-from leadout.export.rewrite import array_of
-from leadout.export.smooth import Rounding, _cost, best_scale, observe, smooth
+from leadout.export.graphs.levels import rows_to_int8
+from leadout.export.graphs.linear import linear_of
+from leadout.export.graphs.passes import pack, simplify
+from leadout.export.graphs.quantize import ROUNDINGS, quantize
+from leadout.export.graphs.rewrite import array_of
+from leadout.export.graphs.smooth import Rounding, _cost, best_scale, observe, smooth
 
 LOUD = Rounding(None, 1, 1 << 20)  # activations alone matter: scales go as far as they may
 FORMS = {"plain": {}, "tied": {"tied": True}, "biases": {"biases": True}, "windows": {"windows": (8, None)}}

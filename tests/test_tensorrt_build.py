@@ -27,10 +27,10 @@ from leadout.engines.tensorrt import compat
 from leadout.engines.tensorrt.manifest import Profile, find, read
 from leadout.engines.tensorrt.manifest import dump as dump_manifest
 from leadout.errors import EngineError, ExportError, UsageError
-from leadout.export.passes import pack, simplify, to_nonpad
-from leadout.export.tensorrt import Sizes, build_engines, write_graph
-from leadout.export.tensorrt_graph import fix_capacity, lower
-from leadout.export.tensorrt_network import attention_layers, check_import, check_log, parse, unscale_keys
+from leadout.export.graphs.passes import pack, simplify, to_nonpad
+from leadout.export.tensorrt.build import Sizes, build_engines, write_graph
+from leadout.export.tensorrt.graph import fix_capacity, lower
+from leadout.export.tensorrt.network import attention_layers, check_import, check_log, parse, unscale_keys
 from leadout.scripts.cli import main
 
 RTX = "tensorrt-rtx"
@@ -162,7 +162,7 @@ def test_a_scale_that_is_not_folded_shows(tmp_path: Path) -> None:
 def test_the_variant_with_lengths_for_masks_is_caught(fused: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """``nonpad_kv_seqlen`` with ``is_causal``: it parses and builds, and would answer wrongly without a word."""
     if not fused:
-        monkeypatch.setattr("leadout.export.gqa.fuse_skip_norm", lambda model: 0)
+        monkeypatch.setattr("leadout.export.graphs.gqa.fuse_skip_norm", lambda model: 0)
     model = graph(C)
     simplify(model, C.context)
     pack(model)
@@ -283,7 +283,9 @@ def test_native_tensorrt_without_itself_or_a_gpu_ends_in_one_line(tmp_path: Path
 
 
 def test_building_needs_no_pytorch() -> None:
-    program = "import leadout.export.tensorrt, sys; print({'torch', 'transformers', 'onnxruntime'} & set(sys.modules))"
+    program = (
+        "import leadout.export.tensorrt.build, sys\nprint({'torch', 'transformers', 'onnxruntime'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

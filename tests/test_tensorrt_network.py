@@ -14,9 +14,9 @@ from leadout.bundle import Bundle, Manifest, dump
 from leadout.engines.tensorrt import compat
 from leadout.engines.tensorrt.manifest import read
 from leadout.errors import EngineError
-from leadout.export import tensorrt_network
-from leadout.export.tensorrt import Sizes, build_engines, write_graph
-from leadout.export.tensorrt_network import attention_layers, check_import, parse, timing_cache
+from leadout.export.tensorrt import network as parsed
+from leadout.export.tensorrt.build import Sizes, build_engines, write_graph
+from leadout.export.tensorrt.network import attention_layers, check_import, parse, timing_cache
 
 RTX = "tensorrt-rtx"
 C = Shape(vocab=48, layers=1, windows=(None,))
@@ -69,7 +69,7 @@ def test_an_sdk_without_causal_kinds_says_whether_attention_is_causal(
     ((name, attention),) = attention_layers(trt, network).items()
     for causal in (False, True):
         older = Older(attention, "causal_kind", "key_value_lengths", causal=causal)
-        monkeypatch.setattr(tensorrt_network, "attention_layers", lambda *given, found=older: {name: found})
+        monkeypatch.setattr(parsed, "attention_layers", lambda *given, found={name: older}: found)
         if causal:
             with pytest.raises(EngineError, match="the parser made it causal; the mask alone decides"):
                 check_import(Older(trt, "CausalMaskKind"), network, logger, layers=1, attentions=1)

@@ -16,7 +16,7 @@ from test_mutants import Mutant, must_die
 from tokenizers import Tokenizer
 
 from leadout.errors import BundleError
-from leadout.export.pairing import Vocabulary
+from leadout.export.checkpoints.pairing import Vocabulary
 from leadout.runtime import text as text_module
 from leadout.runtime.text import Codec, Spelling, TextStream
 

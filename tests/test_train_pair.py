@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from tokenizers import Tokenizer  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from leadout.export.eagle import FeatureHead  # noqa: E402
-from leadout.export.taps import tapped  # noqa: E402
+from leadout.export.capture.taps import tapped  # noqa: E402
+from leadout.export.drafts.eagle import FeatureHead  # noqa: E402
 from leadout.scripts import pair_eagle, pair_parallel, train_pair  # noqa: E402
 from leadout.scripts.pair_recipes import BACK, COPYING, REFINED, SETTLED, Recipe  # noqa: E402
 

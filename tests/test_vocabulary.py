@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models
 from leadout.bundle import Model, ModelEntry, file_entry
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import BundleError, EngineError, ExportError
-from leadout.export.pairing import Vocabulary, match
+from leadout.export.checkpoints.pairing import Vocabulary, match
 from leadout.runtime import decoder, vocabulary
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import model_drafter, tree_drafter

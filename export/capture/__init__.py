@@ -1,0 +1,1 @@
+"""How transformers' own modelling code becomes a graph, and what it keeps of a text."""

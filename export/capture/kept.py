@@ -1,0 +1,133 @@
+"""What a model keeps of a text: which layers of transformers' cache it asks for, which stand in their place in a graph,
+and how large it all is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from ...bundle import CacheShape, Recurrence
+from ...errors import ExportError
+from .lowerings import symbolic
+from .recurrent import Memory, TrailLayer, recurring
+from .refusals import own_code
+
+Uncached: type = getattr(cache_utils, "DummyLayer", type(None))  # a layer that keeps nothing (transformers 5.24)
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's buffer, [B, Hkv, M, D]; ``update`` writes the new rows at each row's own length."""
+
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.past_lens = keys, values, past_lens
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the buffers are inputs of the graph."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._write(self.keys, key_states), self._write(self.values, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions always come from position_ids
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        return symbolic(
+            "TensorScatter", (buffer, new, self.past_lens), {"axis": 2, "mode": "linear"}, like=buffer, version=24
+        )
+
+
+class SlotAndTrailLayer(SlotLayer, TrailLayer):
+    """A layer that attends and keeps a state, side by side."""
+
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory) -> None:
+        TrailLayer.__init__(self, memory)
+        SlotLayer.__init__(self, keys, values, past_lens)
+
+
+class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
+    """The same while shapes are found out."""
+
+    def __init__(self, memory: Memory) -> None:
+        TrailLayer.__init__(self, memory)
+        DynamicLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        DynamicLayer.lazy_initialization(self, *args, **kwargs)
+
+
+def graph_layers(
+    model: PreTrainedModel, past: list[Tensor], past_lens: Tensor, memory: Memory
+) -> tuple[list[Any], list[SlotLayer]]:
+    """The layers of a cache in a graph, on the buffers ``past`` and what ``memory`` has; and those of them that
+    attend."""
+    buffers = iter(zip(past[::2], past[1::2], strict=True))
+    spread = list[Any]()
+    for kind in _kinds(model):
+        if isinstance(kind, Uncached):
+            spread.append(kind)
+        elif not isinstance(kind, LinearAttentionCacheLayerMixin):
+            spread.append(SlotLayer(*next(buffers), past_lens))
+        elif isinstance(kind, CacheLayerMixin):
+            spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory))
+        else:
+            spread.append(TrailLayer(memory))
+    spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
+    return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
+
+
+def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
+    """What the model keeps of a text, measured with one eager step: every attending layer's cache, but of those that
+    read another's (Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for what no length can
+    rewind, and where transformers' own code fails."""
+    with own_code(type(model).__name__):
+        memory, layers = Memory(), _kinds(model)
+    for i, layer in enumerate(layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
+    cache = Cache(layers=layers) if layers else DynamicCache()
+    with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{cache_name(model): cache})
+    shapes = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, Uncached) or type(layer) is TrailLayer:
+            continue
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.shape[-2] != 2:
+            raise ExportError(
+                f"{type(model).__name__}: layer {index} keeps a {type(layer).__name__}, which cannot be rolled back"
+                " by length; speculation needs a model that attends to all of its past"
+            )
+        shapes.append(CacheShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    if not shapes:
+        raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
+    return tuple(shapes), memory.recurrence()
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the model's ``forward`` calls its cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _kinds(model: PreTrainedModel) -> list[Any]:
+    """The layers that transformers' own cache of this model has; none where it makes them as it goes."""
+    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)

@@ -1,0 +1,121 @@
+"""Which architectures no canonical graph can be made of, and how long a text a model can be given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from ...engines.providers import first_line
+from ...errors import ExportError, UsageError
+from .recurrent import is_understood
+
+WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
+TRACED_SLOTS = 64  # of the cache in the example that a model is traced with
+_ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
+_NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
+
+
+def context_length(config: Any, wanted: int | None = None) -> int:
+    """Tokens of context: what the checkpoint was trained for and its graph holds for, or ``wanted`` if that is less.
+
+    Raises UsageError if ``wanted`` is outside its range.
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next((int(value) for name in names if (value := getattr(text, name, None))), 2048)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this, a row's factors would depend on the rest of its batch
+        limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
+    if window := _kept_window(config):  # beyond this, tokens are dropped that a graph keeps
+        limit = min(limit, window)
+    if wanted is not None and not 2 <= wanted <= limit:
+        raise UsageError(f"max-context must be between 2 and {limit} for {name_of(config)}, not {wanted}")
+    return wanted or limit
+
+
+def refusal(config: Any) -> str | None:
+    """Why no canonical graph can be made of this architecture, or None."""
+    ropes, kinds, window = dict(_ropes(config)), _kinds(config), _kept_window(config)
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; Leadout runs decoders"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "transformers has no causal language model for it"
+    if _is_encoder(config):
+        return "it is an encoder (is_decoder in its config.json is not true); Leadout runs decoders"
+    if "dynamic" in ropes.values():
+        return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
+    if nested := [name for name, kind in ropes.items() if name is not None and kind == "longrope"]:
+        return f"longrope in one kind of its layers ({nested[0]}) takes its factors by the longest text of a batch"
+    if window is not None and window < TRACED_SLOTS:
+        return f"its keep_window_size, from which on it drops tokens, must be at least {TRACED_SLOTS}, not {window}"
+    if kinds and kinds <= _NO_ATTENTION:
+        return "all of its layers keep recurrent state; Leadout runs those that have attention beside such layers"
+    if is_recurrent(config) and not is_understood(AutoModelForCausalLM._model_mapping[type(config)], kinds):
+        return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
+    if (method := method_of(config)) not in (None, WIDENED):
+        return f"its weights are quantised ({method}); export the original checkpoint"
+    return None
+
+
+def _ropes(config: Any) -> Iterator[tuple[str | None, Any]]:
+    """Of all layers (None) and of kinds of layers, by which rule positions are turned."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    yield None, rope.get("rope_type")
+    yield from ((name, each.get("rope_type")) for name, each in rope.items() if isinstance(each, dict))
+
+
+def _kept_window(config: Any) -> int | None:
+    """Tokens of which none is dropped (Doge's, by what it thinks of each); None if none ever is."""
+    window = getattr(config.get_text_config(), "keep_window_size", None)
+    return None if window is None else int(window)
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether tokens see those after them: classes that fill in masks do, unless they are told to decode."""
+    decodes = getattr(config.get_text_config(), "is_decoder", True)
+    return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
+
+
+@contextlib.contextmanager
+def own_code(architecture: str) -> Iterator[None]:
+    """An architecture's own code, which raises what it likes, runs inside: that becomes an ExportError naming it."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ExportError(f"{architecture} cannot be exported: its code in transformers raises {reason}") from error
+
+
+def method_of(config: Any) -> str | None:
+    """By which method the weights are quantised; None if they are not."""
+    each = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    if not (quantised := next(filter(None, each), None)):
+        return None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    return str(method or "by an unknown method")
+
+
+def _kinds(config: Any) -> set[str]:
+    """Of layers; none where the configuration does not say."""
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether some of its layers keep state: a class that may have such need not."""
+    if (kinds := _kinds(config)) and kinds <= _ATTENTION:
+        return False
+    mapping = AutoModelForCausalLM._model_mapping
+    return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
+
+
+def name_of(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [config.model_type])[0])

@@ -1,0 +1,1 @@
+"""What a checkpoint says, and whether two of them speak of the same tokens."""

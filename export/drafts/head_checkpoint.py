@@ -1,0 +1,249 @@
+"""What a checkpoint of a head says (``eagle.FeatureHead``, ``dflash.BlockHead``), in the forms that such heads are
+published in.
+
+EAGLE-3 as its authors and SpecForge write it (``LlamaForCausalLMEagle3``, or a Llama with ``draft_vocab_size``) and as
+the speculators library does (``speculators_model_type``); EAGLE and EAGLE-2 as their authors write them (a Llama of one
+layer by its config.json, with weights that no Llama has: ``fc``); Leadout's own, a Llama's config.json with ``join``;
+and DFlash as its authors write it (``DFlashDraftModel``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+
+from ...engines.providers import first_line
+from ...errors import ExportError, shown
+from ..checkpoints.checkpoint import Checkpoint, find_file
+from ..checkpoints.pairing import Ids, Vocabulary
+from .dflash import SLIDING, BlockHead
+from .eagle import JOINS, FeatureHead
+
+FILES = ("model.safetensors", "pytorch_model.bin")
+_SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """``weights`` under the names of ``module``; ``ids`` int64 [draft_vocab_size]: what its tokens are called. One that
+    drafts a block at a time is asked for it by the token ``mask``, for ``block`` tokens at most."""
+
+    source: str
+    config: LlamaConfig | Qwen3Config
+    weights: Mapping[str, Tensor]
+    ids: Ids
+    module: type[FeatureHead | BlockHead] = FeatureHead
+    mask: int | None = None
+    block: int | None = None
+
+    def vocabulary(self, target: Vocabulary) -> Vocabulary:
+        """Its tokens, which are its target's."""
+        return dataclasses.replace(target, source=self.source, logits=self.config.draft_vocab_size)
+
+    def checkpoint(self, target: PreTrainedModel, max_context: int) -> Checkpoint:
+        """The head beside its target, whose tables it takes where it has none. Raises ExportError for weights that do
+        not fit."""
+        weights = dict(self.weights)
+        for name, table in (
+            ("embed_tokens.weight", target.get_input_embeddings().weight),
+            ("lm_head.weight", target.get_output_embeddings().weight),
+        ):
+            if name not in weights:
+                weights[name] = table.detach().clone()
+        model = self.module(self.config)
+        for name, own in model.state_dict().items():
+            if name in weights and weights[name].shape != own.shape:
+                sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
+                raise ExportError(f"'{self.source}' cannot be exported: {name} is {sizes}")
+        report = model.load_state_dict(weights, strict=False)
+        if report.missing_keys:
+            raise ExportError(f"'{self.source}' cannot be exported: its files lack {report.missing_keys[0]}")
+        if report.unexpected_keys:
+            reason = f"{report.unexpected_keys[0]} is no part of a head that Leadout knows"
+            raise ExportError(f"'{self.source}' cannot be exported: {reason}")
+        size = self.config.draft_vocab_size
+        return Checkpoint(self.source, model.float().eval(), size, max_context, None, (), {})
+
+
+def read_head(source: str, target: Any) -> Head | None:
+    """The head at ``source``, a directory or hub id; None for another checkpoint. ``target``: its target's
+    configuration. Raises ExportError for a head of another target, or of a kind that is not known."""
+    path = find_file(source, "config.json")
+    if path is None:
+        return None
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # who reads it as a checkpoint says what is wrong
+    if not isinstance(raw, dict):
+        return None
+    if "dflash_config" in raw or "DFlash" in _architecture(raw):
+        return _block_head(source, raw, target.get_text_config())
+    renamed = {"layers.0.": "midlayer."}
+    if (found := _settings(source, raw)) is None:
+        if raw.get("num_hidden_layers") != 1 or "fc.weight" not in (names := _names(source)):
+            return None
+        past_norm = target.get_text_config().num_hidden_layers + 1
+        found = {**raw, "join": "bare", "taps": [past_norm], "fc": False, "projection_bias": "fc.bias" in names}
+        renamed |= {"fc.": "midlayer.eh_proj."}
+    config = _checked(source, found, target.get_text_config())
+    weights = _weights(source, renamed)
+    offsets = weights.pop("d2t", None)
+    ids = np.arange(config.draft_vocab_size)
+    if offsets is not None:
+        ids = ids + offsets.numpy().astype(np.int64)
+    elif config.draft_vocab_size != config.vocab_size:
+        raise ExportError(f"'{source}': it says {config.draft_vocab_size} tokens, and no d2t which ones")
+    if (
+        ids.shape != (config.draft_vocab_size,)
+        or np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < ids.size
+    ):
+        raise ExportError(f"'{source}': d2t must name {config.draft_vocab_size} different tokens of the target")
+    return Head(source, config, weights, ids)
+
+
+def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of a head, in the words of FeatureHead's configuration; None if it is no head's."""
+    if (kind := raw.get("speculators_model_type")) is not None:
+        if kind != "eagle3" or not isinstance(layer := raw.get("transformer_layer_config"), dict):
+            raise ExportError(f"'{source}' is a speculator of kind {shown(kind)}; Leadout knows eagle3")
+        own = {
+            name: raw[name]
+            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size")
+            if name in raw
+        }
+        return {**layer, **own, "join": "attention", "taps": raw.get("eagle_aux_hidden_state_layer_ids")}
+    if "join" in raw:
+        return dict(raw)
+    if "Eagle3" in _architecture(raw) or "draft_vocab_size" in raw:
+        # SpecForge counts the layers whose output is read, all others those that read it.
+        of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        return {**raw, "join": "attention", "taps": [tap + 1 for tap in of] if of else None}
+    return None
+
+
+def _checked(source: str, found: dict[str, Any], target: Any) -> LlamaConfig:
+    """The configuration, with what follows from ``target`` filled in. Raises ExportError."""
+    size, layers = target.hidden_size, target.num_hidden_layers + (found.get("join") == "bare")
+    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
+    found = {name: value for name, value in found.items() if value is not None}
+    taps = found.setdefault("taps", [2, layers // 2, layers - 3])  # EAGLE-3's
+    found.setdefault("draft_vocab_size", found["vocab_size"])
+    fits = isinstance(taps, list) and all(isinstance(tap, int) and 1 <= tap <= layers for tap in taps)
+    if not fits or not taps:
+        raise ExportError(
+            f"'{source}': the layers it reads must be from 1 to {layers}, its target's, not {shown(taps)}"
+        )
+    if found["join"] not in JOINS:
+        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(found['join'])}")
+    if (count := found.get("num_hidden_layers", 1)) != 1:
+        raise ExportError(f"'{source}': a head of {count} layers cannot be exported, only of 1")
+    _check_target(source, {name: found[name] for name in ("vocab_size", "target_hidden_size")}, target)
+    if not found.get("fc", True) and (len(taps) > 1 or found.get("hidden_size") != size):
+        raise ExportError(f"'{source}': without fc it must read one layer, and be {size} wide as its target is")
+    return _configuration(source, LlamaConfig, found)
+
+
+def _check_target(source: str, its: Mapping[str, Any], target: Any) -> None:
+    """Raise ExportError for a head that was made for another target."""
+    for name, value in its.items():
+        if value != (theirs := getattr(target, name.removeprefix("target_"))):
+            raise ExportError(f"'{source}' is no head of this target: {name} is {value}, the target's {theirs}")
+
+
+def _block_head(source: str, raw: Mapping[str, Any], target: Any) -> Head:
+    """The same of a head that drafts a block at a time (DFlash)."""
+    said = _block_settings(source, raw, target)
+    config = _configuration(source, Qwen3Config, {**raw, "taps": [tap + 1 for tap in said["target_layer_ids"]]})
+    causal, kinds = said.get("is_causal", said.get("causal")), config.layer_types or ()
+    config.update(
+        {
+            "target_hidden_size": target.hidden_size,
+            "draft_vocab_size": config.vocab_size,
+            "mask_token_id": said["mask_token_id"],
+            "causal": [kind == SLIDING if causal is None else bool(causal) for kind in kinds],
+            "scale": float(said.get("input_embedding_scale", 1.0)),
+            "multiplier": float(said.get("output_multiplier", 1.0)),
+            "softcap": float(said.get("final_logit_softcapping") or 0.0),
+        }
+    )
+    weights, ids = _weights(source, {}), np.arange(config.vocab_size)
+    return Head(source, config, weights, ids, BlockHead, said["mask_token_id"], said["block_size"] - 1)
+
+
+def _block_settings(source: str, raw: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    """What config.json says of how blocks are made, where it says it. Raises ExportError."""
+    own = raw.get("dflash_config") or {}
+    kind = _architecture(raw) if not isinstance(own, dict) else own.get("projector_type") or _architecture(raw)
+    said = {"block_size": 16, "vocab_size": target.vocab_size, **raw, **(own if isinstance(own, dict) else {})}
+    if kind not in ("DFlashDraftModel", "dflash") or said.get("attention_mode") not in (None, "gqa", "mha"):
+        raise ExportError(f"'{source}': a head of kind {shown(kind)} cannot be exported, only a DFlashDraftModel")
+    _check_target(source, {"vocab_size": said["vocab_size"]}, target)
+    layers, taps = target.num_hidden_layers, said.get("target_layer_ids")
+    if said.get("num_target_layers", layers) != layers:
+        its = f"num_target_layers is {said['num_target_layers']}, the target's {layers}"
+        raise ExportError(f"'{source}' is no head of this target: {its}")
+    for name, value, least, most in (
+        *((f"target_layer_ids[{i}]", tap, 0, layers - 1) for i, tap in enumerate(taps or [None])),
+        ("mask_token_id", said.get("mask_token_id"), 0, target.vocab_size - 1),
+        ("block_size", said["block_size"], 2, 1 << 16),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ExportError(f"'{source}': config.json: {name} must be from {least} to {most}, not {shown(value)}")
+    return said
+
+
+def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> Any:
+    """A configuration of this ``kind`` that says what was ``found``. Raises ExportError."""
+    drop = ("architectures", "auto_map", "torch_dtype", "dtype", "model_type")
+    if (theirs := found.get("model_type", kind.model_type)) != kind.model_type:
+        reason = f"a head whose layer is a {theirs}'s cannot be exported, only a {kind.model_type}'s"
+        raise ExportError(f"'{source}': {reason}")
+    try:
+        return kind(**{name: value for name, value in found.items() if name not in drop})
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise ExportError(f"config.json of '{source}' is wrong: {first_line(error.__cause__ or error)}") from None
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("architectures") or [""])[0])
+
+
+def _names(source: str) -> set[str]:
+    """Of the tensors in a head's one file, as they stand there; none where it cannot be read: who loads it says so."""
+    path = next((path for name in FILES if (path := find_file(source, name)) is not None), None)
+    try:
+        if path is None:
+            return set()
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return set(file.keys())
+        return set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception:  # pickle and safetensors raise what they like
+        return set()
+
+
+def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
+    """All tensors of a head's one file, ``renamed`` as its module has them. Raises ExportError."""
+    name = next((name for name in FILES if find_file(source, name) is not None), None)
+    if name is None:
+        raise ExportError(f"'{source}' has no weights (one of: {', '.join(FILES)})")
+    path = find_file(source, name)
+    try:
+        safe = name.endswith("safetensors")
+        tensors = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and safetensors raise what they like
+        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+    named = {key.removeprefix("model."): value for key, value in tensors.items() if not key.endswith(_SAYS_NOTHING)}
+    for theirs, ours in renamed.items():
+        named = {key.replace(theirs, ours): value for key, value in named.items()}
+    return named

@@ -1,0 +1,1 @@
+"""How models that other exporters wrote become a bundle. Needs no PyTorch."""

@@ -1,0 +1,157 @@
+"""What a graph made by another exporter is, read without its weights: ports, precision, and the files it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from ...engines.foreign_graph import Port, Signature
+from ...errors import EngineError, ExportError
+
+_PER_TENSOR = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+_INTEGER = {"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "DequantizeLinear"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """A decoder graph on disk. ``data`` are the files of external tensors beside it.
+
+    ``per_tensor``: activations are quantised with one scale for all tokens of a step, so a token's logits depend on
+    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``parameters`` counts
+    stored weights (4-bit ones by their number, not by their bytes).
+    """
+
+    path: Path
+    signature: Signature
+    precision: str
+    per_tensor: bool
+    windowed: bool
+    parameters: int
+    data: tuple[Path, ...]
+
+
+def read_graph(path: Path, root: Path) -> Graph:
+    """Read a graph whose files must lie in ``root``.
+
+    Raises ExportError if it is not ONNX, needs a file outside its folder, or cannot be rewound by length.
+    """
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf and onnx raise without a common base
+        raise ExportError(f"{path}: not an ONNX graph: {error}") from None
+    tensors, nodes = list(_tensors(model)), list(_nodes(model))
+    try:
+        signature = Signature.read(map(_port, model.graph.input), map(_port, model.graph.output))
+    except EngineError as error:
+        raise ExportError(f"{path}: {error}") from None
+    return Graph(
+        path=path,
+        signature=signature,
+        precision=_precision(nodes, tensors),
+        per_tensor=any(node.op_type in _PER_TENSOR for node in nodes),
+        windowed=any(_attribute(node, "local_window_size", -1) > 0 for node in nodes),
+        parameters=_count(nodes, tensors),
+        data=tuple(sorted({_beside(path, root, tensor) for tensor in tensors if _location(tensor) is not None})),
+    )
+
+
+def inside(path: Path, root: Path) -> bool:
+    """Whether a file really lies in ``root``; the hub cache's own links, snapshots/X/file -> blobs/hash, count too."""
+    home, real = root.resolve(), path.resolve()
+    return real.is_relative_to(home) or (
+        home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    )
+
+
+def is_plain(name: str) -> bool:
+    """Whether ``name`` is a file name and nothing else."""
+    return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\:\0")
+
+
+def _beside(path: Path, root: Path, tensor: TensorProto) -> Path:
+    name = _location(tensor) or ""
+    file = path.parent / name
+    if not is_plain(name) or name == path.name:
+        raise ExportError(f"{path}: external data '{name}' is not a plain file name beside the graph")
+    if not file.is_file():
+        raise ExportError(f"{path}: its weights '{name}' are missing; download the whole directory")
+    if not inside(file, root):
+        raise ExportError(f"{path}: its weights '{name}' are a link that leaves '{root}'")
+    return file
+
+
+def _location(tensor: TensorProto) -> str | None:
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return None
+    return next((str(item.value) for item in tensor.external_data if item.key == "location"), "")
+
+
+def _graphs(model: ModelProto) -> Iterator[GraphProto]:
+    """The main graph and every branch and loop body in it."""
+    waiting = [model.graph]
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        waiting += [g for node in graph.node for g in _bodies(node)]
+
+
+def _bodies(node: NodeProto) -> Iterator[GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def _nodes(model: ModelProto) -> Iterator[NodeProto]:
+    for graph in _graphs(model):
+        yield from graph.node
+    for function in model.functions:
+        yield from function.node
+
+
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    for graph in _graphs(model):
+        yield from graph.initializer
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _port(value: ValueInfoProto) -> Port:
+    kind = value.type.tensor_type
+    dims = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
+    dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type).name if kind.elem_type else "undefined"
+    return Port(value.name, dtype, dims)
+
+
+def _attribute(node: NodeProto, name: str, default: int) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _size(tensor: TensorProto) -> int:
+    size = 1
+    for n in tensor.dims:
+        size *= n
+    return size
+
+
+def _precision(nodes: list[NodeProto], tensors: list[TensorProto]) -> str:
+    if bits := [_attribute(node, "bits", 4) for node in nodes if node.op_type == "MatMulNBits"]:
+        return f"int{min(bits)}"
+    if any(node.op_type in _INTEGER for node in nodes):
+        return "int8"
+    largest = max(tensors, key=_size, default=None)
+    names = {TensorProto.FLOAT16: "fp16", TensorProto.BFLOAT16: "bf16"}
+    return names.get(largest.data_type, "fp32") if largest is not None else "fp32"
+
+
+def _count(nodes: list[NodeProto], tensors: list[TensorProto]) -> int:
+    packed = {name for node in nodes if node.op_type == "MatMulNBits" for name in node.input[1:4]}
+    stored = sum(_size(t) for t in tensors if t.name not in packed and len(t.dims) > 0)
+    return stored + sum(_attribute(n, "K", 0) * _attribute(n, "N", 0) for n in nodes if n.op_type == "MatMulNBits")

@@ -1,0 +1,1 @@
+"""How a bundle's models become TensorRT engines. Needs no PyTorch."""
