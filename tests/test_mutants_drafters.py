@@ -13,6 +13,7 @@ from test_mutants import Mutant, must_die
 from leadout.runtime import admission, decoder
 from leadout.runtime.controller import cascade, joint, prices, vigil
 from leadout.runtime.drafters import free, ngram, recycling, suffix
+from leadout.runtime.drafters.automaton import Automaton
 from leadout.runtime.settings import Settings
 
 
@@ -180,8 +181,8 @@ CHECKS = [
 A, P, D = suffix.SuffixAutomaton, suffix.SuffixPool, decoder.Decoder
 
 MUTANTS = [
-    Mutant("a split part forgets what followed", A, "_split", "self.successor[found], self.confidence[found]", "-1, 0"),
-    Mutant("a split part is linked past", A, "_split", "self.link[found] = part", "pass"),
+    Mutant("a split part forgets what followed", A, "_keep", "self.successor[like]", "-1"),
+    Mutant("a split part is linked past", Automaton, "_split", "self.link[found] = part", "pass"),
     Mutant("a reader ignores splits", A, "step", "matched <= self.length[self.link[state]]", "False"),
     Mutant("a reader claims its old match", A, "step", "matched = self.length[state]", "pass"),
     Mutant("exceptions do not count", A, "_learn", "self.confidence[state] >>= 1", "pass"),

@@ -10,6 +10,7 @@ from test_mutants import Mutant, must_die
 from leadout.runtime import admission, decoder
 from leadout.runtime.controller import cascade
 from leadout.runtime.drafters import family, model_drafter, siblings
+from leadout.runtime.drafters.automaton import Automaton
 from leadout.runtime.rules import noise
 
 
@@ -82,12 +83,10 @@ F, S, D = family.Family, siblings.SiblingsDrafter, decoder.Decoder
 
 # A function that others import by its name is changed where they hold it.
 MUTANTS = [
-    Mutant("a split part forgets the votes", F, "_split", "self.votes[found].copy()", "{}"),
-    Mutant("a split part shares the votes", F, "_split", "self.votes[found].copy()", "self.votes[found]"),
-    Mutant("a split part is linked past", F, "_split", "self.link[found] = part", "pass"),
-    Mutant(
-        "a known edge is not split", F, "_follow", "return self._split(state, token)", "return self.next[state][token]"
-    ),
+    Mutant("a split part forgets the votes", F, "_keep", "self.votes[like].copy()", "{}"),
+    Mutant("a split part shares the votes", F, "_keep", "self.votes[like].copy()", "self.votes[like]"),
+    Mutant("a split part is linked past", Automaton, "_split", "self.link[found] = part", "pass"),
+    Mutant("a known edge is not split", F, "_follow", "self._split(state, token)", "self.next[state][token]"),
     Mutant("only the longest context votes", F, "extend", "state = self.link[state]", "break"),
     Mutant("the last vote is the only one", F, "extend", "before | text", "text"),
     Mutant("all answers have one vote together", F, "join", "1 << self._answers", "2"),

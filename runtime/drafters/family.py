@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .automaton import Automaton
 from .suffix import WINDOW
 
 _MOST = 8 * WINDOW  # states, about 0.5 KB each
 
 
-class Family:
+class Family(Automaton):
     """The prompt and the answers of one call to it in one automaton of all their substrings, extended by any answer at
     any time (Blumer et al. 1987, for several texts): answers that begin alike share their states, and the prompt is
     taken in once.
@@ -17,14 +18,13 @@ class Family:
     A text is known by a bit: the prompt's is 1, and each answer gets the next one when it joins. ``votes[s][token]``
     has the bits of the texts in which ``token`` came after the strings of state s: the weights of a graph in which all
     continuations are merged. Weights count texts and not places, so that an answer that repeats itself has one vote.
-    States and edges as in ``suffix.SuffixAutomaton``; at most two states a token, and 131,072 altogether.
+    There are at most 131,072 states.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         """``prompt``: what all answers begin with; of a longer one than the window the end."""
-        self.next: list[dict[int, int]] = [{}]
+        super().__init__()
         self.votes: list[dict[int, int]] = [{}]
-        self.link, self.length = [-1], [0]
         self._prompt, self._start, self._answers = prompt, -1, 0
 
     def join(self) -> int:
@@ -56,31 +56,7 @@ class Family:
         return new
 
     def _follow(self, state: int, token: int) -> int:
-        if token in self.next[state]:
-            return self._split(state, token)
-        new = self._state({}, {}, self.length[state] + 1)
-        while state >= 0 and token not in self.next[state]:
-            self.next[state][token] = new
-            state = self.link[state]
-        self.link[new] = 0 if state < 0 else self._split(state, token)
-        return new
+        return self._split(state, token) if token in self.next[state] else self._append(state, token)
 
-    def _split(self, state: int, token: int) -> int:
-        """The state after ``state`` on ``token``, without the longer strings that share it."""
-        found, length = self.next[state][token], self.length[state] + 1
-        if self.length[found] == length:
-            return found
-        part = self._state(self.next[found].copy(), self.votes[found].copy(), length)
-        self.link[part] = self.link[found]
-        while state >= 0 and self.next[state].get(token) == found:
-            self.next[state][token] = part
-            state = self.link[state]
-        self.link[found] = part
-        return part
-
-    def _state(self, following: dict[int, int], votes: dict[int, int], length: int) -> int:
-        self.next.append(following)
-        self.votes.append(votes)
-        self.link.append(-1)
-        self.length.append(length)
-        return len(self.next) - 1
+    def _keep(self, like: int | None) -> None:
+        self.votes.append({} if like is None else self.votes[like].copy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .automaton import Automaton
 from .edits import EditedCopy
 from .free import Candidate
 
@@ -35,20 +36,13 @@ _EARLIER = (
 )
 
 
-class SuffixAutomaton:
-    """Every substring of a growing text, in at most two states a token (Blumer et al. 1985), extended in amortised
-    constant time.
-
-    A state stands for all substrings that end at the same places; ``length`` is that of the longest of them and
-    ``link`` leads to the state of the longest of its ends that also stands elsewhere. Each state knows one successor:
-    what followed, with a counter that goes up with every repetition and halves with every exception, and the ``place``
-    of what followed last.
-    """
+class SuffixAutomaton(Automaton):
+    """Every substring of one growing text. Each state knows one successor: what followed, with a counter that goes up
+    with every repetition and halves with every exception, and the ``place`` of what followed last."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.size = 0
-        self.next: list[dict[int, int]] = [{}]
-        self.link, self.length = [-1], [0]
         self.successor, self.confidence, self.place = [_END], [0], [0]
         self.last = 0
 
@@ -56,13 +50,7 @@ class SuffixAutomaton:
         """Append ``token``."""
         self._learn(token)
         self.size += 1
-        new = self._state({}, self.length[self.last] + 1, _END, 0, self.size)
-        state = self.last
-        while state >= 0 and token not in self.next[state]:
-            self.next[state][token] = new
-            state = self.link[state]
-        self.link[new] = 0 if state < 0 else self._split(state, token)
-        self.last = new
+        self.last = self._append(self.last, token)
 
     def step(self, state: int, matched: int, token: int) -> tuple[int, int]:
         """Follow a text that is not the automaton's own: the state and the length of its longest end, after ``token``,
@@ -102,29 +90,10 @@ class SuffixAutomaton:
             if (state := self.link[state]) < 0:
                 return
 
-    def _split(self, state: int, token: int) -> int:
-        """The link of a state reached by ``token``: the state after ``state``, or the part of it that ends there."""
-        found, length = self.next[state][token], self.length[state] + 1
-        if self.length[found] == length:
-            return found
-        part = self._state(
-            self.next[found].copy(), length, self.successor[found], self.confidence[found], self.place[found]
-        )
-        self.link[part] = self.link[found]
-        while state >= 0 and self.next[state].get(token) == found:
-            self.next[state][token] = part
-            state = self.link[state]
-        self.link[found] = part
-        return part
-
-    def _state(self, following: dict[int, int], length: int, successor: int, confidence: int, place: int) -> int:
-        self.next.append(following)
-        self.link.append(-1)
-        self.length.append(length)
-        self.successor.append(successor)
-        self.confidence.append(confidence)
-        self.place.append(place)
-        return len(self.next) - 1
+    def _keep(self, like: int | None) -> None:
+        self.successor.append(_END if like is None else self.successor[like])
+        self.confidence.append(0 if like is None else self.confidence[like])
+        self.place.append(self.size if like is None else self.place[like])
 
 
 def _evidence(matched: int, dissenters: int, confidence: int) -> int:
