@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
 
+import numpy as np
+
 from ..bundle import ModelEntry
 from ..engines.base import LogitRow
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from .controller.costs import Costs, context_bucket
 from .drafters.base import Draft
 from .drafters.confidence import Watch
@@ -50,8 +52,10 @@ def check_ahead(
     """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
     device (on one GPU, too, they are in each other's way: docs/edge.md). Raises UsageError for what is no setting, and
     where it cannot be."""
-    if wanted not in (True, False, "auto"):
-        raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
+    if isinstance(wanted, np.bool_):
+        wanted = bool(wanted)
+    if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
+        raise UsageError(f"draft_ahead must be True, False or 'auto', not {shown(wanted)}")
     if wanted is True and draft is None:
         raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
     if wanted is True and vocabulary is not None and vocabulary.tokenizers is not None:
