@@ -25,8 +25,8 @@ from .costs import PARTS, Cost
 FORMAT = 2
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
-_MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
-MOST_THREADS = 1024
+_MOST_BUCKETS, _LONGEST = 40, 3600.0
+MOST_ROWS, MOST_THREADS = 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ def _read(path: Path) -> Tuned:
     try:
         if path.is_symlink():
             raise BundleError(f"{path} is a link; only plain files are read")
+        if not path.is_file():  # to open a pipe would wait for who writes into it
+            raise BundleError(f"{path} is no file")
         raw = read_json(path, "a table of costs")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise BundleError(f"{path}: not of format {FORMAT}")
@@ -147,7 +149,7 @@ def _read(path: Path) -> Tuned:
 
 def _check(cost: Cost, path: Path) -> None:
     ranges = {
-        "rows": (1, _MOST_ROWS),
+        "rows": (1, MOST_ROWS),
         "context": (0, _MOST_BUCKETS),
         "width": (1, MAX_GUESS_LENGTH + 1),
         "seconds": (1e-9, _LONGEST),
