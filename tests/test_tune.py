@@ -209,6 +209,10 @@ def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp
     with pytest.raises(BundleError, match="is a link"):
         tuned.read(found, device)
     (bundle / tuned.TUNED).unlink()
+    os.mkfifo(bundle / tuned.TUNED)
+    with pytest.raises(BundleError, match="is no file"):
+        tuned.read(found, device)
+    (bundle / tuned.TUNED).unlink()
     gone = dataclasses.replace(found, path=bundle)
     (bundle / f".{tuned.TUNED}.{os.getpid()}.partial").mkdir()
     with pytest.raises(BundleError, match="--no-save"):
@@ -270,7 +274,7 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path, monk
 
 
 def test_tune_refuses_what_it_cannot_do(bundle: Path) -> None:
-    for value in ("0", "1,", "x"):
+    for value in ("0", "1,", "x", "4097", "99999999999999"):
         assert "is not a list of numbers" in run("tune", bundle, "--batch-sizes", value).stderr
     assert "--limit" in run("tune", bundle, "--limit", 0).stderr
     result = run("tune", bundle, "--draft", bundle / "target", "--limit", 1)
