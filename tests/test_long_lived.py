@@ -19,7 +19,7 @@ from support_runtime import toy_pair
 
 import leadout
 from leadout.engines import providers
-from leadout.errors import EngineError, UsageError
+from leadout.errors import BundleError, EngineError, UsageError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 
@@ -77,6 +77,24 @@ def test_an_interrupt_while_onnxruntime_loads_is_an_interrupt(monkeypatch: pytes
     monkeypatch.setattr(importlib, "import_module", load)
     with pytest.raises(KeyboardInterrupt):
         providers.onnxruntime()
+
+
+@pytest.mark.slow
+def test_an_open_pair_takes_no_graph_of_another_export(tiny_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
+    with leadout.load(bundle) as pair:
+        alone = pair.generate("def f(x):", max_new_tokens=4).token_ids
+        bundle.rename(tmp_path / "before")
+        for other, asked in ((None, "moved away"), ("draft", "replaced")):
+            if other is not None:
+                shutil.copytree(tiny_bundle, bundle)
+                shutil.copy(bundle / other / "model.onnx.data", bundle / "target" / "model.onnx.data")
+            with pytest.raises(BundleError, match=r"was changed since this bundle was opened; open it again"):
+                pair.generate(["def f(x):", asked], max_new_tokens=4)
+            assert pair.generate("def f(x):", max_new_tokens=4).token_ids == alone
+        shutil.rmtree(bundle)
+        shutil.copytree(tiny_bundle, bundle)  # the same once more
+        assert len(pair.generate(["def f(x):", "copied back"], max_new_tokens=4)) == 2
 
 
 def test_a_path_is_found_whatever_the_locale_calls_it(tiny_bundle: Path, tmp_path: Path) -> None:
