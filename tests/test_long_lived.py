@@ -64,6 +64,21 @@ def test_once_the_interpreter_ends_a_daemon_thread_begins_no_round() -> None:
     assert steps.count(True) == 1 and steps.count(False) > 1, "others are waited for, and go on"
 
 
+def test_a_worker_that_the_interpreter_has_let_go_is_done_without() -> None:
+    request = ([1, 2], Settings(max_new_tokens=30, draft_length=3))
+    decoder = Decoder(*toy_pair(11, share=0.05), draft_ahead=True)
+    texts = []
+    for gone in (False, True):
+        tokens = []
+        for event in decoder.decode([request]):
+            tokens += [token for token, _ in event.tokens]
+            if gone and decoder.ahead is not None and decoder.ahead._started is not None:
+                decoder.ahead._started.shutdown()
+        texts.append(tokens)
+    assert decoder.ahead is not None and decoder.ahead.tried > 1 and texts[0] == texts[1]
+    assert len(list(decoder.decode([request]))) > 1
+
+
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_pair_is_not_copied(tiny_bundle: Path, take: Any) -> None:
     with leadout.load(tiny_bundle) as pair, pytest.raises(UsageError, match="load the bundle once in each process"):
