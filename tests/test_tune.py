@@ -144,6 +144,26 @@ def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, 
     assert tuned.processor(tmp_path) == name
 
 
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "99999999 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_container_s_share_of_time_is_so_many_cores(files: dict[str, str], most: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert tuned.cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
+
+
 def test_costs_are_kept_per_device(bundle: Path) -> None:
     found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
     other = dataclasses.replace(device, draft_threads=device.threads + 1)

@@ -61,9 +61,17 @@ class Tuned:
     tunings: tuple[Tuning, ...]
 
 
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(root: Path = Path("/")) -> int:
+    """The cores this process may use: no more than a container's share of their time is whole ones, for threads beyond
+    it are stopped in turn, and those that wait for them spin."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    groups = root / "sys/fs/cgroup"
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max"
+            quota, period = map(int, " ".join((groups / name).read_text(encoding="utf-8") for name in files).split())
+            if quota > 0 and period > 0:
+                return max(1, min(found, quota // period))
+    return found
 
 
 def this_device(
