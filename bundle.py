@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+from zipfile import BadZipFile
 
 from .errors import BundleError, shown
 
@@ -38,6 +39,7 @@ VARIANTS = {
     "concat": ("canonical",),
     "genai": ("canonical",),
 }
+NO_ARRAYS = (OSError, EOFError, ValueError, KeyError, BadZipFile)  # what numpy raises of an .npz that is none
 _MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
 _RANGES = {"vocab_size": (1, _MOST), "max_context": (2, _MOST), "parameters": (0, _MOST_BYTES)}
 # What the settings of these names may be: a default that nobody could ask for is a fault of the bundle.

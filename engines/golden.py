@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle import Model
+from ..bundle import NO_ARRAYS, Model
 from ..errors import BundleError
 from .base import Features, Tokens
 
@@ -42,10 +42,10 @@ class Golden:
     def read(cls, path: Path) -> Golden:
         """Raises BundleError if the file is not what the exporter writes."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 fields = dataclasses.fields(cls)
                 return cls(**{each.name: stored[each.name] for each in fields if each.name in stored or _needed(each)})
-        except (OSError, ValueError, KeyError) as error:
+        except NO_ARRAYS as error:
             raise BundleError(f"{path}: not golden rows: {error}; export the pair again") from None
 
     def rows(self) -> list[list[int]]:

@@ -312,10 +312,10 @@ class SlotEngine:
         self._release()
         self._variant = variant
         self.even = True
-        self._batch, self._capacity = batch, least
         slots = buffer_slots(least, variant)
         self._cache = fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros)
         self._trails = Trails(self._kept, batch)
+        self._batch, self._capacity = batch, least  # last: an interrupt may come before there is a cache
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,18 @@ def onnxruntime() -> Any:
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
+        if (interrupt := interrupted(error)) is not None:
+            raise interrupt from None
         if found:
             raise EngineError(f"onnxruntime is installed but does not load: {first_line(error)}") from None
         raise EngineError("no onnxruntime installed: pip install 'leadout[cpu]' or 'leadout[cuda]'") from None
+
+
+def interrupted(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C (or signal) that a module in C told as its own failure to load, if that is what it was."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def require(provider: str) -> Any:
@@ -81,6 +91,7 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     weights are read from the file, step by step, and nothing is made of them that needs memory of its own.
     Raises EngineError if the provider is not there, falls back to another, or the file cannot be loaded.
     """
+    name = native(path)
     ort = require(provider)
     if provider != "cpu":
         _find_cuda(ort)
@@ -102,12 +113,22 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
         chosen.append((EXECUTION_PROVIDERS["cuda"], _OPTIONS["cuda"]))
     try:
         # Off: onnxruntime's own way to fall back, which says so on stdout.
-        session = ort.InferenceSession(str(path), options, providers=chosen, enable_fallback=0)
+        session = ort.InferenceSession(name, options, providers=chosen, enable_fallback=0)
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
     if session.get_providers()[0] != wanted:
         raise EngineError(f"provider '{provider}' fell back to {session.get_providers()[0]}: run leadout doctor")
     return session
+
+
+def native(path: Path) -> str:
+    """``path`` as onnxruntime wants it: it reads text as UTF-8, whatever the locale calls the same bytes. Raises
+    EngineError for a name that is none."""
+    try:
+        return str(path) if os.name == "nt" else os.fsencode(path).decode("utf-8")
+    except UnicodeError:
+        shown = os.fsencode(path).decode("utf-8", "replace")
+        raise EngineError(f"{shown}: onnxruntime opens names in UTF-8 alone; rename the bundle") from None
 
 
 def _find_cuda(ort: Any) -> None:

@@ -3,10 +3,11 @@ and possible."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from ..bundle import Model
-from ..errors import EngineError
+from ..bundle import FileEntry, Model, check_file
+from ..errors import BundleError, EngineError
 from .declared import require_declared
 from .pages import Pages
 from .providers import open_session
@@ -30,6 +31,8 @@ class Sessions:
         self.kept: dict[tuple[str, bool], Any] = {}
         self.recordable = provider == "cuda" and model.entry.features is None and model.entry.recurrence is None
         self.graphs, self.error = self.recordable, ""
+        files = (*model.entry.variants.values(), *model.entry.files.values())
+        self._stamps = {each.file: stamp(model.folder / each.file) for each in files}
 
     def open(self, variant: str, *, branching: bool = False) -> Any:
         """The session of a variant, of which the steps of trees (``branching``) are not recorded. Without CUDA graphs,
@@ -39,6 +42,8 @@ class Sessions:
         if which not in self.kept:
             try:
                 path = self._model.path(variant)
+                for each in (self._model.entry.variants[variant], *self._model.entry.files.values()):
+                    self._require_the_same(each)
                 with self.pages.opening():
                     session = open_session(path, graphs=which[1], **self._how)
                 require_declared(self._model.entry, session, f"{self._model.folder.name}/{path.name}")
@@ -50,6 +55,17 @@ class Sessions:
                 return self.open(variant)
         return self.kept[which]
 
+    def _require_the_same(self, described: FileEntry) -> None:
+        """Raise BundleError for a file that is not the one which was there first. What is open goes on with what it has
+        read: beside the graphs of another export it would be no model's."""
+        path = self._model.folder / described.file
+        if (now := stamp(path)) != self._stamps[described.file]:
+            try:
+                check_file(self._model.folder, described)
+            except BundleError:
+                raise BundleError(f"{path} was changed since this bundle was opened; open it again") from None
+            self._stamps[described.file] = now
+
     def refuse_graphs(self, reason: str) -> None:
         """Open no session that records any more, until ``graphs`` is set again."""
         self.graphs, self.error = False, reason
@@ -57,3 +73,12 @@ class Sessions:
     def clear(self) -> None:
         """Let go of all."""
         self.kept.clear()
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """What is sooner said of a file than its SHA-256, and differs if it was put in the place of another."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
 from time import perf_counter
+from typing import Any
+
+import numpy as np
 
 from ..bundle import ModelEntry
 from ..engines.base import LogitRow
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from .controller.costs import Costs, context_bucket
 from .drafters.base import Draft
 from .drafters.confidence import Watch
@@ -50,8 +53,10 @@ def check_ahead(
     """What this setting of ``load`` comes to where the models run on ``providers``: "auto" is off where both share a
     device (on one GPU, too, they are in each other's way: docs/edge.md). Raises UsageError for what is no setting, and
     where it cannot be."""
-    if wanted not in (True, False, "auto"):
-        raise UsageError(f"draft_ahead must be True, False or 'auto', not {wanted!r}")
+    if isinstance(wanted, np.bool_):
+        wanted = bool(wanted)
+    if not isinstance(wanted, bool) and not (isinstance(wanted, str) and wanted == "auto"):
+        raise UsageError(f"draft_ahead must be True, False or 'auto', not {shown(wanted)}")
     if wanted is True and draft is None:
         raise UsageError("draft_ahead: this bundle has no draft model (possible: False or 'auto')")
     if wanted is True and vocabulary is not None and vocabulary.tokenizers is not None:
@@ -126,8 +131,8 @@ class AheadDrafter:
     def rest(self) -> None:
         """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
         self._stop.set()
-        if (thread := self._thread) is not None:
-            thread.submit(self.counts).result()  # any answer will do: one thread does one thing after the other
+        if (thread := self._thread) is not None and (work := submitted(thread, self.counts)) is not None:
+            work.result()  # any answer will do: one thread does one thing after the other
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
@@ -202,7 +207,7 @@ class AheadDrafter:
         if (thread := self._thread) is None:
             thread = self._started = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
             self._process = os.getpid()
-        return thread.submit(self._work, self._run, longest)
+        return submitted(thread, self._work, self._run, longest)
 
     def _longest(self, row: Row, draft: Draft) -> int:
         """The next draft is likely to be as long as this one, unless the text or the draft's context ends before."""
@@ -242,6 +247,14 @@ class AheadDrafter:
         self.kept += bool(run.draft.tokens)
         q = run.draft.q
         return Draft(run.draft.tokens[:length], q and q[:length])
+
+
+def submitted(thread: Executor, work: Callable[..., Any], *given: Any) -> Future[Any] | None:
+    """What ``thread`` is to do now; None while the interpreter ends, which lets its workers come to rest and go."""
+    try:
+        return thread.submit(work, *given)
+    except RuntimeError:
+        return None
 
 
 class Foresight(Sampler):

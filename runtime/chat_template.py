@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..bundle import DEFAULT_TEMPLATE, Bundle, named_templates, read_json, special_tokens
+from ..bundle import DEFAULT_TEMPLATE, Bundle, check_file, named_templates, read_json, special_tokens
 from ..errors import BundleError, UsageError
 from .prompts import Chat
 
@@ -44,6 +44,8 @@ class ChatTemplate:
         """The bundle's: ``chat_template.jinja``, or what ``tokenizer_config.json`` holds. Raises BundleError if there
         is none."""
         files = bundle.manifest.files
+        for name in {FILE, CONFIG} & files.keys():
+            check_file(bundle.path, files[name])  # it is read when it is first asked for: long after the others
         config = read_json(bundle.path / CONFIG, "a tokenizer's settings") if CONFIG in files else {}
         if not isinstance(config, dict):
             raise BundleError(f"{bundle.path / CONFIG}: not a tokenizer's settings: no object")

@@ -23,6 +23,7 @@ from .drafters.base import Draft, Drafter
 from .drafters.confidence import Watch
 from .drafters.foreign_draft import model_drafter
 from .drafters.tree_drafter import TreeDrafter
+from .ending import Ending
 from .grammars import Grammars
 from .prefill import prefill
 from .rules import trees, verify
@@ -97,6 +98,8 @@ class Decoder:
         self._plain = True  # nobody drafts in this decode
         self._epoch = 0
         self.turn = RLock()  # whose round it is, of the threads that share this
+        self._ending = Ending()
+        self._ending.follow(self)
 
     def decode(
         self,
@@ -148,11 +151,15 @@ class Decoder:
 
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
         """``admitted`` makes the rows, now: they begin with what all rows before them showed."""
-        with self.turn:
+        with self.turn, self._ending.lock:
+            if self._ending.over:
+                self._ending.leave()
             rows = admitted()
             clock = self._start(rows)
         while rows:
-            with self.turn:
+            with self.turn, self._ending.lock:
+                if self._ending.over:
+                    self._ending.leave()
                 this = self._begin(rows, clock)
                 drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from ..bundle import Bundle, Manifest
 from ..engines import PROVIDERS, Engine, open_engine
@@ -225,6 +225,10 @@ class Pair:
             self.target.close()
             if self.draft is not None:
                 self.draft.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Neither copied nor sent to another process: its sessions are this one's."""
+        raise UsageError("a Pair cannot be copied or pickled: load the bundle once in each process")
 
     def __enter__(self) -> Pair:
         return self

@@ -109,6 +109,8 @@ class Settings:
         if not isinstance(self.draft_length, str) or self.draft_length != "auto":
             length = integer("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, also="'auto'")
             self._keep("draft_length", length)
+            if length and self.draft == "none":
+                raise UsageError(f"draft_length {length}: with draft 'none' nobody proposes (possible: 0 or 'auto')")
         self._check_stops()
         self._check_bias()
         self._check_branches()
@@ -228,11 +230,13 @@ SETTINGS = {each.name: each for each in fields(Settings)}
 
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` as a dict. Raises UsageError for a name that is no setting, naming the nearest."""
+    if not isinstance(given, Mapping):
+        raise UsageError(f"settings must be a mapping of names to values, not {shown(given)}")
     if "n" in given:
         raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
     for name in given:
         if name not in SETTINGS:
-            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            near = difflib.get_close_matches(name, SETTINGS, n=1) if isinstance(name, str) else []
             hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(SETTINGS)}"
             raise UsageError(f"unknown setting {shown(name)} ({hint})")
     return dict(given)

@@ -136,11 +136,11 @@ class Tuner:
 
     def measure_contexts(self, prompts: Group, rows: int) -> None:
         """Add steps on longer contexts, of the prompts one after the other."""
-        text = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), self._longest))
-        widest = self.pair.target.spec.max_context - _CONTEXT_TOKENS - MAX_DRAFT_LENGTH - 1
+        longest = min(self._longest, self.pair.target.spec.max_context - _CONTEXT_TOKENS - MAX_DRAFT_LENGTH - 1)
+        text = list(itertools.islice(itertools.cycle(itertools.chain.from_iterable(prompts)), max(0, longest)))
         settings = replace(self.settings, ignore_eos=True, max_new_tokens=_CONTEXT_TOKENS)
         length = 128
-        while length <= min(self._longest, widest):
+        while length <= longest:
             group = [text[:length]] * rows
             while self._sweep.lengths.rounds < _EACH * (MAX_DRAFT_LENGTH + 1):
                 decode(self._plain, group, replace(settings, draft="none"), self.pair)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle import Model
+from ..bundle import NO_ARRAYS, Model
 from ..engines.base import LogitRow
 from ..errors import BundleError
 from .drafters.retokenise import Tokenizers
@@ -65,7 +65,7 @@ class VocabularyMap:
             return None
         path = model.folder / VOCABULARY
         try:
-            with np.load(path, allow_pickle=False) as stored:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 arrays = {name: np.asarray(stored[name]) for name in stored.files}
             if unknown := sorted(set(arrays) - {"outputs", "inputs"}):
                 raise ValueError(f"unknown array '{unknown[0]}'")
@@ -77,7 +77,7 @@ class VocabularyMap:
             foreign = TOKENIZER in model.entry.files
             tokenizers = Tokenizers(codec.tokenizer, Codec(model.folder / TOKENIZER).tokenizer) if foreign else None
             return cls(outputs, size, arrays.get("inputs"), tokenizers)
-        except (OSError, ValueError, KeyError, BundleError) as error:
+        except (*NO_ARRAYS, BundleError) as error:
             raise BundleError(f"{path}: not a map of vocabularies: {error}; export the pair again") from None
 
     def tokens(self, target_ids: Sequence[int]) -> Sequence[int]:

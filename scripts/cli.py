@@ -68,9 +68,12 @@ class Commands(click.Group):
         try:
             with stopped_by_signals():
                 return super().invoke(ctx)
-        except Stopped as stopped:
-            complain(f"stopped by {stopped.signal.name}")
-            ctx.exit(128 + stopped.signal)
+        except KeyboardInterrupt as interrupt:
+            number = interrupt.signal if isinstance(interrupt, Stopped) else signal.SIGINT
+            if number == signal.SIGINT and sys.stderr.isatty():
+                click.echo(err=True)  # behind the ^C of the terminal, or what was written of an answer
+            complain(f"stopped by {number.name}")
+            ctx.exit(128 + number)
         except LeadoutError as error:
             complain(" ".join(str(error).split()))
             ctx.exit(error.exit_code)
@@ -92,7 +95,7 @@ def open_streams() -> None:
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # for good
         elif isinstance(stream, io.TextIOWrapper):
-            if stream.errors == "strict":
+            if stream.errors in ("strict", "surrogateescape"):  # the latter in the locale C
                 stream.reconfigure(errors="replace")
             setattr(sys, name, NamedStream(stream, name))
 

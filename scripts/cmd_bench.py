@@ -19,6 +19,7 @@ from .options import (
     SETTINGS,
     Line,
     called,
+    check_draft_options,
     given,
     options,
     prompt_ids,
@@ -78,10 +79,11 @@ def command(
         raise UsageError("--batch-size and --limit must be at least 1")
     lines, source = chosen(prompts, "bench")
     where = taken(settings, ENGINE, AHEAD)
+    wanted = {"temperature": 0.0} | given(settings)
+    check_draft_options(where, [wanted])
     with load(bundle, **where) as pair:
         if pair.note:
             click.echo(pair.note, err=True)
-        wanted = {"temperature": 0.0} | given(settings)
         ids = prompt_ids(pair, lines[:limit])
         with bare_target(pair, where["provider"], where["threads"], where["variant"]) as plain:
             report = Bench(pair, wanted, batch_size, plain).run(ids, progress)

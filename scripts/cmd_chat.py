@@ -13,7 +13,7 @@ import click
 from ..errors import UsageError, shown
 from .cli import Stopped
 from .cmd_generate import summarise, write_pieces
-from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, given, options, taken
+from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, check_draft_options, given, options, taken
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair, Piece
@@ -47,6 +47,7 @@ def command(bundle: str, system: str | None, variables: tuple[str, ...], **setti
     known = read_variables(variables)
     where = taken(settings, ENGINE, AHEAD)
     wanted = given(settings)
+    check_draft_options(where, [wanted])
     with load(bundle, **where, batch_size=1) as pair:
         if pair.note:
             click.echo(pair.note, err=True)

@@ -27,7 +27,7 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     "-o",
     "--output",
     required=True,
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     metavar="BUNDLE",
     help="Where to write. A bundle there is replaced, with its engines and tuned.json.",
 )
@@ -58,7 +58,7 @@ def command(
     draft: str | None,
     onnx_target: str | None,
     onnx_draft: str | None,
-    output: Path,
+    output: str,
     precision: str | None,
     draft_precision: str | None,
     draft_vocabulary: str | None,
@@ -71,6 +71,10 @@ def command(
     With --from-onnx, TARGET and its draft are directories that optimum, onnx-community or onnxruntime-genai wrote;
     they keep the precision they have.
     """
+    paths = {"TARGET": target, "--draft": draft, "--from-onnx": onnx_target, "--draft-from-onnx": onnx_draft}
+    for name, path in (paths | {"-o": output}).items():
+        if path == "":  # a variable that was not set, for instance: neither the current directory nor nothing
+            raise UsageError(f"{name}: the name is empty")
     if (target is None) == (onnx_target is None):
         raise UsageError("give one target: TARGET (a checkpoint) or --from-onnx DIR")
     try:
@@ -83,7 +87,7 @@ def command(
             export_pair(
                 str(target),
                 draft,
-                output,
+                Path(output),
                 precision=precision or "fp32",
                 draft_precision=draft_precision,
                 draft_vocabulary=number_or_word(draft_vocabulary),
@@ -92,7 +96,7 @@ def command(
                 max_context=max_context,
                 progress=tell,
             )
-            if line := difference(Bundle(output, read_manifest(output)), str(target)):
+            if line := difference(Bundle(Path(output), read_manifest(output)), str(target)):
                 tell(line)
         else:
             given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
@@ -100,12 +104,12 @@ def command(
                 raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
             from ..export.foreign.importing import import_pair
 
-            import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, output, progress=tell)
+            import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, Path(output), progress=tell)
     except ModuleNotFoundError as error:
         raise ExportError(
             f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'"
         ) from None
-    click.echo(str(output))
+    click.echo(output)
 
 
 def tell(line: str) -> None:

@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UsageError
-from .options import AHEAD, BUNDLE, ENGINE, SETTINGS, TEXT, Line, given, named, options, read_prompts, taken
+from .options import (
+    AHEAD,
+    BUNDLE,
+    ENGINE,
+    SETTINGS,
+    TEXT,
+    Line,
+    check_draft_options,
+    given,
+    named,
+    options,
+    read_prompts,
+    taken,
+)
 
 if TYPE_CHECKING:
     from rich.segment import Segment
@@ -86,6 +99,7 @@ def command(
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
     where = taken(settings, ENGINE, AHEAD)
     wanted = given(settings)
+    check_draft_options(where, [wanted | line.settings for line in lines])
     with load(bundle, **where, batch_size=batch_size) as pair:
         if pair.note:
             click.echo(pair.note, err=True)

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    """``1,4,16``: each at least 1."""
+    """``1,4,16``: each from 1 to as many as the file of costs takes."""
+    from ..runtime.controller.tuned import MOST_ROWS
+
     try:
         found = tuple(dict.fromkeys(int(part) for part in value.split(",")))
     except ValueError:
         found = ()
-    if not found or min(found) < 1:
-        raise click.BadParameter(f"'{value}' is not a list of numbers of at least 1, for instance 1,4")
+    if not found or not 1 <= min(found) <= max(found) <= MOST_ROWS:
+        raise click.BadParameter(f"'{value}' is not a list of numbers from 1 to {MOST_ROWS}, for instance 1,4")
     return found
 
 

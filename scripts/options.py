@@ -193,6 +193,19 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
     return {name: values.pop(name) for name in (flag.lstrip("-").replace("-", "_") for flag in flags)}
 
 
+def check_draft_options(where: dict[str, Any], asked: Iterable[dict[str, Any]]) -> None:
+    """Raise UsageError for an option of the draft model's in ``where`` that none of the requests ``asked`` for (their
+    settings) has a use for."""
+    from ..runtime.settings import MODEL_DRAFTS
+
+    wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
+    for name, off in (("draft_provider", (None,)), ("draft_threads", (None,)), ("draft_ahead", ("auto", False))):
+        if where[name] not in off and not wanted:
+            raise UsageError(f"{name} is the draft model's, which nobody asks here (with it: draft auto or model)")
+    if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
+        raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
+
+
 def given(values: dict[str, Any]) -> dict[str, Any]:
     """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}

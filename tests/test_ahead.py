@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from support_ahead import come_as_far_as
 from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
@@ -303,7 +304,7 @@ def test_it_is_off_where_both_share_a_cpu_and_refused_where_there_is_no_draft(ti
             if mode is True:
                 assert pair.decoder.ahead.tried > 0
     assert texts[0] == texts[1] == texts[2]
-    for wrong in ("yes", 2, None):
+    for wrong in ("yes", 2, None, 1, 1.0, np.zeros(2)):
         with pytest.raises(UsageError, match="draft_ahead must be True, False or 'auto'"):
             leadout.load(tiny_bundle, draft_ahead=wrong)
 

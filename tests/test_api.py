@@ -313,6 +313,18 @@ def test_what_takes_one_prompt_says_so(pair: Pair, prompt: Any) -> None:
         Request(prompt)
 
 
+def test_settings_are_names_and_values(pair: Pair) -> None:
+    for given in (None, 5, b"x", ["seed"], {"seed"}):
+        with pytest.raises(UsageError, match="settings must be a mapping of names to values, not "):
+            pair.settings(given)  # type: ignore[arg-type]
+    for name in (None, 5, b"seed"):
+        with pytest.raises(UsageError, match=f"unknown setting {name!r}"):
+            pair.settings({name: 1})  # type: ignore[dict-item]
+    with pytest.raises(UsageError, match="draft_length 4: with draft 'none' nobody proposes"):
+        pair.generate(PROMPT, draft="none", draft_length=4)
+    assert pair.settings({"draft": "none", "draft_length": 0}).draft_length == 0
+
+
 @pytest.mark.parametrize("prompt", [None, Request("x"), [1.5], "\ud800", b"abc"])
 def test_a_request_is_refused_where_it_is_made(prompt: Any) -> None:
     with pytest.raises(UsageError, match="prompt"):

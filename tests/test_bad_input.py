@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from leadout.bundle import file_entry
+from leadout.engines.golden import Golden
+from leadout.errors import BundleError
 from leadout.scripts.cli import main
 
 pytestmark = pytest.mark.slow
@@ -202,6 +204,14 @@ def test_batch_files_that_are_wrong(tiny_bundle: Path, tmp_path: Path, content: 
 def test_a_batch_file_that_is_not_there_and_no_prompt_at_all(tiny_bundle: Path, tmp_path: Path) -> None:
     refused(USAGE, "cannot read", "generate", tiny_bundle, "--batch-file", tmp_path / "none.jsonl")
     refused(USAGE, "nothing to continue", "generate", tiny_bundle)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
+def test_golden_rows_that_are_no_arrays(bundle: Path, content: bytes) -> None:
+    path = bundle / "target" / "golden.npz"
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match="not golden rows"):
+        Golden.read(path)
 
 
 def test_golden_rows_that_do_not_hold_fail_the_check(bundle: Path) -> None:

@@ -286,7 +286,7 @@ main(["export", "x", "-o", sys.argv[1]])
     [
         (["SIGTERM"], 143, "leadout: stopped by SIGTERM\n"),
         (["SIGHUP"], 129, "leadout: stopped by SIGHUP\n"),
-        (["SIGINT"], 1, "\nAborted!\n"),
+        (["SIGINT"], 130, "leadout: stopped by SIGINT\n"),
         (["nohup", "SIGHUP", "SIGTERM"], 143, "leadout: stopped by SIGTERM\n"),
     ],
 )

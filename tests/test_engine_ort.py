@@ -343,12 +343,14 @@ def test_many_shapes_are_forgotten_and_come_back(engine: SlotEngine) -> None:
     assert np.array_equal(engine.forward(row[:, :2], START), first)
 
 
-@pytest.mark.parametrize(("place", "name"), [(ort_step.Step, "free"), (memory.HostBuffer, "grown")])
+@pytest.mark.parametrize(
+    ("place", "name"), [(ort_step.Step, "free"), (memory.HostBuffer, "grown"), (ort, "fresh_cache")]
+)
 @pytest.mark.parametrize("nth", [1, 2, 4])
 def test_an_interrupt_leaves_an_engine_that_can_be_reset(
-    engine: SlotEngine, place: type, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
+    engine: SlotEngine, place: Any, name: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever it comes: while steps are let go of, or the cache grows, or makes room for another batch's."""
+    """Wherever it comes: while steps are let go of, or the cache grows, or makes room, or is made."""
     row = tokens(C, 1, 5)
     wanted, original, calls = engine.forward(row, START).copy(), getattr(place, name), iter(range(1, 99))
 
@@ -358,7 +360,7 @@ def test_an_interrupt_leaves_an_engine_that_can_be_reset(
             raise KeyboardInterrupt
         return found
 
-    for act in (lambda: engine.reserve(2000), lambda: engine.reset(2)):
+    for act in (lambda: engine.reserve(2000), lambda: engine.reset(2), lambda: (engine.reset(2), engine.reset(1))):
         for width in (1, 2, 3, 4):
             engine.forward(row[:, :width], START)
         calls = iter(range(1, 99))

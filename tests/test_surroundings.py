@@ -59,3 +59,49 @@ def test_a_path_is_shown_as_it_is(
     monkeypatch.chdir(tmp_path)
     result = run("inspect", name)
     assert result.exit_code == 0 and f"{name}, written by Leadout" in result.stdout
+
+
+UNUSED = "is the draft model's, which nobody asks here (with it: draft auto or model)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--draft", "none", "--draft-length", "4"), "draft_length 4: with draft 'none' nobody proposes"),
+        (("--draft", "none", "--draft-threads", "1"), f"draft_threads {UNUSED}"),
+        (("--draft", "suffix", "--draft-provider", "cpu"), f"draft_provider {UNUSED}"),
+        (("--draft", "ngram", "--draft-ahead", "on"), f"draft_ahead {UNUSED}"),
+        (
+            ("--draft", "model", "--branches", "2,1", "--draft-ahead", "on"),
+            "draft_ahead and branches exclude each other",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_an_option_without_effect_is_refused(
+    tiny_bundle: Path, tmp_path: Path, command: str, options: tuple[str, ...], message: str
+) -> None:
+    prompt = tmp_path / "prompt.jsonl"
+    prompt.write_text('{"prompt": "x"}', encoding="utf-8")
+    asked = {"generate": "--batch-file", "bench": "--prompts"}[command], prompt
+    result = run(command, tiny_bundle, *asked, *options)
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_an_option_that_one_line_of_many_has_a_use_for_is_taken(tiny_bundle: Path, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    lines = [{"prompt": "x", "draft": "none"}, {"prompt": "y", "draft": "model", "draft_length": 2}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    asked = "generate", tiny_bundle, "--batch-file", path, "--max-new-tokens", 2
+    assert run(*asked, "--draft-threads", 1, "--draft-length", 0).exit_code == 0
+    assert run(*asked, "--draft-length", 4).stderr.startswith(f"leadout: {path}, line 1: draft_length 4: with draft")
+
+
+@pytest.mark.parametrize("option", ["--draft", "--from-onnx", "--draft-from-onnx", "-o"])
+def test_an_export_takes_no_empty_name(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"-o": "out", option: ""}
+    result = run(
+        "export", *([] if option == "--from-onnx" else ["models"]), *[each for pair in given.items() for each in pair]
+    )
+    assert (result.exit_code, result.stderr) == (2, f"leadout: {option}: the name is empty\n")

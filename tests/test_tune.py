@@ -144,6 +144,26 @@ def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, 
     assert tuned.processor(tmp_path) == name
 
 
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "99999999 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_container_s_share_of_time_is_so_many_cores(files: dict[str, str], most: int | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert tuned.cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
+
+
 def test_costs_are_kept_per_device(bundle: Path) -> None:
     found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
     other = dataclasses.replace(device, draft_threads=device.threads + 1)
@@ -209,6 +229,10 @@ def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp
     with pytest.raises(BundleError, match="is a link"):
         tuned.read(found, device)
     (bundle / tuned.TUNED).unlink()
+    os.mkfifo(bundle / tuned.TUNED)
+    with pytest.raises(BundleError, match="is no file"):
+        tuned.read(found, device)
+    (bundle / tuned.TUNED).unlink()
     gone = dataclasses.replace(found, path=bundle)
     (bundle / f".{tuned.TUNED}.{os.getpid()}.partial").mkdir()
     with pytest.raises(BundleError, match="--no-save"):
@@ -270,7 +294,7 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path, monk
 
 
 def test_tune_refuses_what_it_cannot_do(bundle: Path) -> None:
-    for value in ("0", "1,", "x"):
+    for value in ("0", "1,", "x", "4097", "99999999999999"):
         assert "is not a list of numbers" in run("tune", bundle, "--batch-sizes", value).stderr
     assert "--limit" in run("tune", bundle, "--limit", 0).stderr
     result = run("tune", bundle, "--draft", bundle / "target", "--limit", 1)

@@ -25,8 +25,8 @@ from .costs import PARTS, Cost
 FORMAT = 2
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
-_MOST_ROWS, _MOST_BUCKETS, _LONGEST = 4096, 40, 3600.0
-MOST_THREADS = 1024
+_MOST_BUCKETS, _LONGEST = 40, 3600.0
+MOST_ROWS, MOST_THREADS = 4096, 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,9 +61,17 @@ class Tuned:
     tunings: tuple[Tuning, ...]
 
 
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(root: Path = Path("/")) -> int:
+    """The cores this process may use: no more than a container's share of their time is whole ones, for threads beyond
+    it are stopped in turn, and those that wait for them spin."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    groups = root / "sys/fs/cgroup"
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max"
+            quota, period = map(int, " ".join((groups / name).read_text(encoding="utf-8") for name in files).split())
+            if quota > 0 and period > 0:
+                return max(1, min(found, quota // period))
+    return found
 
 
 def this_device(
@@ -134,6 +142,8 @@ def _read(path: Path) -> Tuned:
     try:
         if path.is_symlink():
             raise BundleError(f"{path} is a link; only plain files are read")
+        if not path.is_file():  # to open a pipe would wait for who writes into it
+            raise BundleError(f"{path} is no file")
         raw = read_json(path, "a table of costs")
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             raise BundleError(f"{path}: not of format {FORMAT}")
@@ -147,7 +157,7 @@ def _read(path: Path) -> Tuned:
 
 def _check(cost: Cost, path: Path) -> None:
     ranges = {
-        "rows": (1, _MOST_ROWS),
+        "rows": (1, MOST_ROWS),
         "context": (0, _MOST_BUCKETS),
         "width": (1, MAX_GUESS_LENGTH + 1),
         "seconds": (1e-9, _LONGEST),

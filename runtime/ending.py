@@ -1,0 +1,35 @@
+"""Decides what becomes of rounds while the interpreter ends: none of a daemon thread's is left running then."""
+
+from __future__ import annotations
+
+from threading import RLock, current_thread
+from typing import Final
+from weakref import finalize
+
+_LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
+
+
+class Ending:
+    """``lock`` is held while a round runs; ``over`` is set when the interpreter ends, or nobody can ask for a round.
+
+    A daemon thread that comes back from C++ to an interpreter which has ended is unwound through code that knows no
+    exceptions: the whole process aborts. (Other threads are waited for before the interpreter ends.)
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.over = RLock(), False
+
+    def follow(self, owner: object) -> None:
+        """``over`` is set once ``owner`` is gone, at the interpreter's end at the latest."""
+        finalize(owner, self._end)
+
+    def leave(self) -> None:
+        """To be called where ``over`` is set: ends a daemon thread, as quietly as the interpreter would."""
+        if current_thread().daemon:
+            raise SystemExit
+
+    def _end(self) -> None:
+        held = self.lock.acquire(timeout=_LONGEST)
+        self.over = True
+        if held:
+            self.lock.release()
