@@ -52,7 +52,7 @@ class ModelDrafter:
             prompt = rows[0].sequence.tokens[:-1]
             begin = self._begins[0] if len(prompt) > self._reach else self.first
             text = self._vocabulary.tokens(prompt[begin:])
-            held = self._stepper.resume(text)
+            held = self._stepper.resume(text if self._follows(prompt[:begin]) else [])
             if held and len(text) - held > self._reach:
                 held = self._stepper.resume([])
         else:
@@ -139,6 +139,10 @@ class ModelDrafter:
     def move(self, source: int, destination: int) -> None:
         self._stepper.engine.copy_row(source, destination)
         self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
+
+    def _follows(self, before: Items[int]) -> bool:
+        """Whether what its cache holds may be what stands behind ``before`` in a text: of that it knows nothing."""
+        return True
 
     def _most(self, reach: int) -> int:
         """How much of that is ever read at once: all where a context holds it, of less no more than half of one."""
