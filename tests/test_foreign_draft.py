@@ -389,7 +389,7 @@ MUTANTS = [
     Mutant("a row that moves begins where another did", foreign_draft.ForeignDrafter, "move",
            ", self._begins[destination]", ", _"),
     Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
-           "self._stepper.engine.copy_row(source, destination)", "pass"),
+           "self._stepper.copy_row(source, destination)", "pass"),
     Mutant("drafted tokens are fed as the target's ids", foreign_draft.TokenWriter, "take",
            "self._vocabulary.column(self.draft.tokens[-1])", "min(self.draft.tokens[-1], 329)"),
     Mutant("drafts in the draft's own ids", retokenise.Transcript, "drafted",

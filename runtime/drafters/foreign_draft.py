@@ -104,7 +104,7 @@ class ForeignDrafter(ModelDrafter):
         """Changes nothing: the text says what of the cache still holds."""
 
     def move(self, source: int, destination: int) -> None:
-        self._stepper.engine.copy_row(source, destination)
+        self._stepper.copy_row(source, destination)
         self._cached[destination], self._begins[destination] = list(self._cached[source]), self._begins[source]
 
     def _writer(self, row: Row, length: int) -> TokenWriter | TextWriter | None:

@@ -137,7 +137,7 @@ class ModelDrafter:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
 
     def move(self, source: int, destination: int) -> None:
-        self._stepper.engine.copy_row(source, destination)
+        self._stepper.copy_row(source, destination)
         self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
 
     def _follows(self, before: Items[int]) -> bool:
