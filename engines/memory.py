@@ -4,7 +4,7 @@ are bound by address)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -134,16 +134,14 @@ class CudaBuffer:
 
 def fresh_cache(
     entry: ModelEntry, session: Any, shape: tuple[int, int], zeros: Callable[[tuple[int, ...], np.dtype[Any]], Buffer]
-) -> list[Buffer]:
+) -> Iterator[Buffer]:
     """Buffers of ``shape`` (rows, slots) as ``session`` declares them, made by ``zeros``: a key's and a value's for
-    each layer; last, if there are any, the host's for features, as wide as a cache of one head."""
+    each layer; last, if there are any, the host's for features, as wide as a cache of one head. One by one, so that
+    those there are can be let go of where memory is too short for all."""
     rows, slots = shape
     types = {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
-    cache = [
-        zeros((rows, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
-        for i, layer in enumerate(entry.cache)
-        for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim))
-    ]
+    for i, layer in enumerate(entry.cache):
+        for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
+            yield zeros((rows, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
     if entry.features is not None:
-        cache.append(HostBuffer((rows, 1, slots, entry.features), cache_dtype(types["features"])))
-    return cache
+        yield HostBuffer((rows, 1, slots, entry.features), cache_dtype(types["features"]))

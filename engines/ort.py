@@ -313,9 +313,10 @@ class SlotEngine:
         self._variant = variant
         self.even = True
         slots = buffer_slots(least, variant)
-        self._cache = fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros)
+        for buffer in fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros):
+            self._cache.append(buffer)
         self._trails = Trails(self._kept, batch)
-        self._batch, self._capacity = batch, least  # last: an interrupt may come before there is a cache
+        self._batch, self._capacity = batch, least  # last: no row, until all caches are there
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""

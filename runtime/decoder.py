@@ -356,7 +356,7 @@ class Decoder:
             if rows[place].finish_reason is not None:
                 last = live.pop()
                 if place < len(live):
-                    self._target.engine.copy_row(len(live), place)
+                    self._target.copy_row(len(live), place)
                     if self._drafting is not None:
                         self._drafting.move(len(live), place)
                     live[place] = last

@@ -26,4 +26,4 @@ def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -
     # No source stands behind its copies: from the end on, nothing is overwritten that is still to be copied.
     for place in reversed(range(len(prompts))):
         if prompts[place] and sources[place] != place:
-            stepper.engine.copy_row(sources[place], place)
+            stepper.copy_row(sources[place], place)

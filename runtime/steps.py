@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -54,7 +55,8 @@ class Stepper:
 
     def reset(self, rows: int, *, even: bool = True) -> None:
         """Start over with ``rows`` rows; ``even``: a step of one token must round like wider ones, if it ever can."""
-        self.engine.reset(rows)
+        with self._saying(f"with {rows} rows"):
+            self.engine.reset(rows)
         self._held = Held()
         self._round(even)
 
@@ -151,7 +153,13 @@ class Stepper:
     def compact(self, row: int, past: int, kept: Sequence[int]) -> None:
         """Keep one branch of a tree step: slot past + kept[i] becomes past + i. Nothing to do for the first in all."""
         if any(slot != i for i, slot in enumerate(kept)):
-            self._trees().compact(row, past, kept)
+            with self._saying("moving a branch"):
+                self._trees().compact(row, past, kept)
+
+    def copy_row(self, source: int, destination: int) -> None:
+        """See Engine.copy_row."""
+        with self._saying("copying a row"):
+            self.engine.copy_row(source, destination)
 
     def _trees(self) -> TreeEngine:
         assert isinstance(self.engine, TreeEngine)  # spec.trees was asked before
@@ -196,7 +204,7 @@ class Stepper:
         except LeadoutError:
             raise
         except Exception as error:
-            raise self._failure(rows, width, error) from error
+            raise self._failure(f"in a step of {rows} x {width} tokens", error) from error
         expected = (rows, columns or width, engine.spec.vocab_size)
         if logits.shape != expected:
             raise EngineError(f"the {self.name} returned logits of shape {logits.shape} instead of {expected}")
@@ -212,7 +220,7 @@ class Stepper:
         except LeadoutError:
             raise
         except Exception as error:
-            raise self._failure(1, len(piece), error) from error
+            raise self._failure(f"in a step of 1 x {len(piece)} tokens", error) from error
         self._held.add(piece, past, even=self._even)
         return logits
 
@@ -224,8 +232,18 @@ class Stepper:
     def _count(self) -> int | None:
         return self.engine.resets if isinstance(self.engine, KeepingEngine) else None
 
-    def _failure(self, rows: int, width: int, error: Exception) -> EngineError:
-        return EngineError(f"the {self.name} failed in a step of {rows} x {width} tokens: {error}")
+    @contextmanager
+    def _saying(self, where: str) -> Iterator[None]:
+        """Around what is too seldom for its price to matter."""
+        try:
+            yield
+        except LeadoutError:
+            raise
+        except Exception as error:
+            raise self._failure(where, error) from error
+
+    def _failure(self, where: str, error: Exception) -> EngineError:
+        return EngineError(f"the {self.name} failed {where}: {error}")
 
 
 def leaves_one(width: int) -> bool:

@@ -24,8 +24,10 @@ from leadout.bundle import Recurrence
 from leadout.engines.toy import ToyEngine
 from leadout.engines.trails import Trails
 from leadout.runtime import steps
+from leadout.runtime.controller.policy import Pace
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import foreign_draft, model_drafter
+from leadout.runtime.settings import Settings
 
 KEPT = Recurrence(slots=131, context=3, trails=(1,))
 LITTLE = Recurrence(slots=27, context=3, trails=(1,))  # of which 12 tokens can be taken back
@@ -136,6 +138,22 @@ def test_conversations_go_on_from_where_they_were(anchored: None) -> None:
     assert held(before) == held(before[:30]) == 0
 
 
+def a_draft_behind_much_unread_text_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not read of a prompt comes with a draft's first step, of whose tokens none may be kept."""
+    monkeypatch.setattr(Pace, "abstains", lambda self, policies, tokens: True)
+    prompts = [[(7 * i * i + i) % 11 for i in range(length)] for length in (48, 57, 63, 64, 65, 75)]
+    plain, drafted = (Settings(max_new_tokens=20, draft_length=16, draft=kind) for kind in ("none", "model"))
+    for batch in (*([prompt] for prompt in prompts), prompts[:3], prompts[1:]):
+        making, alone = (Decoder(*support_runtime.toy_pair(11, share=0.6, context=256)) for _ in range(2))
+        texts, last = support_runtime.collect(making.decode([(prompt, drafted) for prompt in batch]), len(batch))
+        assert texts == support_runtime.collect(alone.decode([(prompt, plain) for prompt in batch]), len(batch))[0]
+        assert all(each.stats is not None and each.stats.drafted > 40 for each in last.values())
+
+
+def test_a_draft_behind_much_unread_text_is_taken_back(anchored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_draft_behind_much_unread_text_is_taken_back(monkeypatch)
+
+
 def test_a_text_that_is_cut_anew_far_back_is_read_again(anchored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Anchored, "kept", LITTLE)
     test_foreign_draft.answers_stay()
@@ -152,9 +170,12 @@ MUTANTS = [
     test_mutants.Mutant(
         "a draft commits a token that it drafts",
         model_drafter.ModelDrafter,
-        "_begin",
+        "_stepped",
         "commit(self._valid)",
         "commit([valid + 2 for valid in self._valid])",
+    ),
+    test_mutants.Mutant(
+        "what came with a draft is no text", model_drafter.ModelDrafter, "_stepped", "self.steps == 1", "False"
     ),
     test_mutants.Mutant(
         "the target commits what it verifies", steps.Stepper, "commit", "(lengths)", "([n + 3 for n in lengths])"
@@ -165,5 +186,6 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_mutants_die(mutant: test_mutants.Mutant, anchored: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [lambda patch, check=check: check(*[patch] * check.__code__.co_argcount) for check in CHECKS]
+    checks += [a_draft_behind_much_unread_text_is_taken_back]
     checks += [lambda patch: test_a_text_that_is_cut_anew_far_back_is_read_again(None, patch)]
     test_mutants.must_die(mutant, checks, monkeypatch)

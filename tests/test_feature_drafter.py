@@ -128,6 +128,33 @@ def of_long_texts_it_reads_the_end(*_):
     assert head.given[0, :7, 0].tolist() == digests(LONG)[begin:]
 
 
+def read_again(made, prompt, reach=None):
+    """What the head's slots were read beside, once a decoder goes on with another prompt."""
+    row = made._admission.row(0, list(prompt), Settings(draft="model", max_new_tokens=9), Sample(), (), None)
+    made._target.reset(1)
+    made._prefill([row])
+    made._model.reset([row], *([] if reach is None else [reach]))
+    made._model.prefill([row])
+    (begin,) = made._model._begins
+    return begin, made._model._stepper.engine.given[0, : len(prompt) - 1 - begin, 0].tolist()
+
+
+def behind_another_beginning_the_same_tokens_are_read_anew(*_):
+    again = [9] * 40
+    for first, reach in ((LONG, None), (LONG, 20), (again, 20)):
+        for prompt in ([5, *first[1:]], [*first[:9], 5, *first[10:]], first[:22]):
+            made, _ = drafting(pair(), first, reach=reach)
+            begin, digested = read_again(made, prompt, reach)
+            assert digested == digests(prompt)[begin:-1]
+
+
+def what_an_interrupted_round_drafted_is_not_held(*_):
+    made, (row,) = drafting(pair(), LONG)
+    (draft,) = said(made, [row], [6])
+    read_again(made, LONG + draft)
+    assert not made._model._stepper.engine.guessed[0, : len(LONG + draft) - 2].any()
+
+
 CHECKS = [
     it_says_what_it_would_say_beside_the_true_features,
     text_is_read_beside_the_target_s,
@@ -137,6 +164,8 @@ CHECKS = [
     what_the_cache_holds_is_beside_the_true_ones,
     whatever_the_context_and_length_texts_are_the_target_s,
     of_long_texts_it_reads_the_end,
+    behind_another_beginning_the_same_tokens_are_read_anew,
+    what_an_interrupted_round_drafted_is_not_held,
 ]
 OURS, AGAIN = feature_drafter.FeatureDrafter, model_drafter.Rereader
 MUTANTS = [
@@ -147,6 +176,8 @@ MUTANTS = [
     Mutant("the first row's for all", OURS, "_features", "self._places[b] if self._places else b, start", "0, start"),
     Mutant("prompts in another order", OURS, "_take", "map(list(prompts).index, prompts)", "range(len(prompts))"),
     Mutant("what was guessed is held", OURS, "reset", "min(held, true)", "held"),
+    Mutant("what was being guessed is held", OURS, "reset", "min(self._valid[0], self._base[0])", "self._valid[0]"),
+    Mutant("whatever stood before it", OURS, "_follows", "list(self._text[: self._begins[0]]) == list(before)", "True"),
     Mutant("prompts are drafts", OURS, "reset", "[ALL] * len(rows)", "[0] * len(rows)"),
     Mutant("drafted slots are valid", AGAIN, "observe", "observe(place, 0, path)", "observe(place, accepted, path)"),
     Mutant(

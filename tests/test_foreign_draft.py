@@ -18,6 +18,8 @@ from leadout.errors import EngineError, ExportError
 from leadout.export.checkpoints.pairing import Vocabulary
 from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, token_bytes
 from leadout.runtime import settings
+from leadout.runtime.controller.costs import Costs
+from leadout.runtime.controller.policy import Pace
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import foreign_draft, retokenise
 from leadout.runtime.drafters.retokenise import Tokenizers, Transcript, continuation
@@ -242,6 +244,22 @@ def test_nothing_is_read_for_a_row_that_others_draft_for() -> None:
     assert model.unread(rows) == 2 * (len(ids) - 1), "of auto's and of model's"
 
 
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_text_whose_prompt_it_did_not_read_is_drafted_once_it_is_asked(
+    prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had lost on the texts before, so this one began without it; what it then reads late is not a draft's price."""
+    late: list[int] = []
+    monkeypatch.setattr(Pace, "abstains", lambda self, policies, tokens: True)
+    monkeypatch.setattr(Costs, "record_draft", lambda self, *given: late.append(given[-1]))
+    target = byte_level(420)
+    pair = Copyist(target, byte_level(330), TEXT[:400])
+    decoder, asked = Decoder(*pair.engines, vocabulary=pair.vocabulary), Settings(max_new_tokens=30, draft_length=4)
+    _, last = collect(decoder.decode([(target.encode(TEXT[:60]).ids, asked)] * prompts), prompts)
+    assert all(each.stats is not None and each.stats.accepted > 10 for each in last.values())
+    assert late[0] > 10 > max(late[1:])
+
+
 def caches_hold_the_text(monkeypatch: Any = None) -> None:
     """After each round a row's slots are what was fed, and the next step starts where the text parts from it."""
     target, text = byte_level(420), TEXT[:400]
@@ -374,7 +392,7 @@ MUTANTS = [
     Mutant("a row that moves begins where another did", foreign_draft.ForeignDrafter, "move",
            ", self._begins[destination]", ", _"),
     Mutant("a moved row leaves its cache behind", foreign_draft.ForeignDrafter, "move",
-           "self._stepper.engine.copy_row(source, destination)", "pass"),
+           "self._stepper.copy_row(source, destination)", "pass"),
     Mutant("drafted tokens are fed as the target's ids", foreign_draft.TokenWriter, "take",
            "self._vocabulary.column(self.draft.tokens[-1])", "min(self.draft.tokens[-1], 329)"),
     Mutant("drafts in the draft's own ids", retokenise.Transcript, "drafted",

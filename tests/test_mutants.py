@@ -370,7 +370,7 @@ MUTANTS = [
         "a moved row leaves its cache behind",
         decoder.Decoder,
         "_retire",
-        "self._target.engine.copy_row(len(live), place)",
+        "self._target.copy_row(len(live), place)",
         "pass",
     ),
     Mutant(

@@ -113,7 +113,7 @@ MUTANTS = [
         "kept tokens are charged",
         model_drafter.ModelDrafter,
         "resume",
-        "self.steps += 1",
+        "self._stepped()",
         "self.steps = len(tokens) + 1",
     ),
     Mutant("drafts are begun anew", model_drafter.ModelDrafter, "_unfed", "*drafted[max(0, known - length) :]", ""),

@@ -21,6 +21,7 @@ _CALM = 8  # rounds after a draft model's last until the target's weights are ba
 _STRETCH = 4  # plain steps after such a wait that are compared with the steps before it
 _NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
 _LEAST = 1e-6  # seconds: a difference of measurements is never less
+_TICK = 1e-9  # seconds: nothing takes less, whatever a clock says that is coarse, or that a test made stand still
 _FEW = 2  # tokens read late that say less of what one takes than the draft around them scatters
 # Steps of 0 to 64 tokens beside each other while nothing says what they take: on CPUs a token more is 0.05 to 0.2.
 UNKNOWN = [1.0 + 0.1 * max(0, width - 1) for width in range(MAX_GUESS_LENGTH + 2)]
@@ -138,7 +139,7 @@ class Costs:
         nobody drafted, nor was asked to."""
         self._record("host", rows, 0, 1, seconds)
         if quiet:
-            self._typical("quiet", rows, 0, 1).append(self.usual(seconds))
+            self._typical("quiet", rows, 0, 1).append(self.usual(max(_TICK, seconds)))
 
     @property
     def counts(self) -> Counter[Step]:
@@ -263,7 +264,7 @@ class Costs:
     ) -> None:
         """``telling``: it says how slow the device is, and what it takes only where other steps came before, for tempo
         has gone along with its like; ``counts``: it says what such steps take."""
-        step = part, rows, bucket, width
+        step, seconds = (part, rows, bucket, width), max(_TICK, seconds)
         if (typical := self._typicals.get(step)) is None:
             typical = self._typicals[step] = self._begun(*step)
         if telling:

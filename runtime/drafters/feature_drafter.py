@@ -30,13 +30,18 @@ class FeatureDrafter(Rereader):
         super().__init__(stepper, vocabulary)
         self._target, self._head = cast(FeatureEngine, target), cast(FeatureEngine, stepper.engine)
         self._places: Items[int] = ()  # the target's row of each row of a step, while prompts are read
+        self._text: Items[int] = ()  # of the only row, from which its slots are
         stepper.read_beside(self._features)
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        true = self._valid[0] if len(self._valid) == 1 else 0
+        true = min(self._valid[0], self._base[0]) if len(self._valid) == 1 else 0
         super().reset(rows, reach)
         self._valid = [min(held, true) for held in self._valid]  # the slots behind were read beside guesses
-        self._base = [ALL] * len(rows)
+        self._base, self._text = [ALL] * len(rows), rows[0].sequence.tokens if len(rows) == 1 else ()
+
+    def _follows(self, before: Items[int]) -> bool:
+        """Features are of a whole text: one that differs in what stands before the slots has others."""
+        return list(self._text[: self._begins[0]]) == list(before)
 
     def _take(self, prompts: Items[Items[int]], held: int) -> None:
         self._places = list(dict.fromkeys(map(list(prompts).index, prompts)))

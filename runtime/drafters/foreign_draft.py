@@ -63,17 +63,16 @@ class ForeignDrafter(ModelDrafter):
         return sum(min(row.sequence.length - 1, self._reach) for row in rows if self._reads(row))
 
     def prefill(self, rows: Items[Row]) -> None:
-        for row in rows:
-            if self._reads(row):
-                self._transcripts[row.index] = Transcript(self._tokenizers)
         texts = [self._lacking(place, row)[:-1] if self.room(row) else [] for place, row in enumerate(rows)]
         if any(texts):
             self._feed(texts)
 
     def room(self, row: Row) -> int:
         """None while a character is unfinished, or before any text: the draft would have nothing to go on."""
-        if (transcript := self._transcripts.get(row.index)) is None:
+        if not self._reads(row):
             return 0
+        if (transcript := self._transcripts.get(row.index)) is None:
+            transcript = self._transcripts[row.index] = Transcript(self._tokenizers)
         transcript.take(row.sequence.tokens)
         if not transcript.whole or not transcript.own:
             return 0
@@ -90,6 +89,7 @@ class ForeignDrafter(ModelDrafter):
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:
         writers = [self._writer(row, min(n, self.room(row))) for row, n in zip(rows, lengths, strict=True)]
         pending = [self._lacking(place, row) if writers[place] else [] for place, row in enumerate(rows)]
+        self.late = self._late(max(map(len, pending), default=0))
         while any(pending):
             logits = self._feed(pending)
             pending = [
@@ -104,7 +104,7 @@ class ForeignDrafter(ModelDrafter):
         """Changes nothing: the text says what of the cache still holds."""
 
     def move(self, source: int, destination: int) -> None:
-        self._stepper.engine.copy_row(source, destination)
+        self._stepper.copy_row(source, destination)
         self._cached[destination], self._begins[destination] = list(self._cached[source]), self._begins[source]
 
     def _writer(self, row: Row, length: int) -> TokenWriter | TextWriter | None:

@@ -52,7 +52,7 @@ class ModelDrafter:
             prompt = rows[0].sequence.tokens[:-1]
             begin = self._begins[0] if len(prompt) > self._reach else self.first
             text = self._vocabulary.tokens(prompt[begin:])
-            held = self._stepper.resume(text)
+            held = self._stepper.resume(text if self._follows(prompt[:begin]) else [])
             if held and len(text) - held > self._reach:
                 held = self._stepper.resume([])
         else:
@@ -94,7 +94,7 @@ class ModelDrafter:
         self._begin(rows, pending)
         while any(pending) and (watch is None or not self.steps or watch.more(self.steps)):
             logits = self._feed(self._beside(rows, lengths, pending))
-            self.steps += 1
+            self._stepped()
             for place, (row, draft, n) in enumerate(zip(rows, drafts, lengths, strict=True)):
                 chosen = bool(pending[place]) and self._choose(row, draft, logits[place])
                 if chosen and watch is not None:
@@ -119,7 +119,7 @@ class ModelDrafter:
         while pending and (watch is None or not tokens or watch.more(len(tokens))):
             logits = self._stepper.last_row(self._vocabulary.tokens(pending), self._valid[0])
             self._valid[0] += len(pending)
-            self.steps += 1
+            self._stepped()
             chosen = self._choose(row, draft, logits)
             if chosen and watch is not None:
                 watch.saw(0, self._chance(draft, logits))
@@ -137,8 +137,12 @@ class ModelDrafter:
         self._valid[place] = min(self._valid[place], self._base[place] + accepted)
 
     def move(self, source: int, destination: int) -> None:
-        self._stepper.engine.copy_row(source, destination)
+        self._stepper.copy_row(source, destination)
         self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
+
+    def _follows(self, before: Items[int]) -> bool:
+        """Whether what its cache holds may be what stands behind ``before`` in a text: of that it knows nothing."""
+        return True
 
     def _most(self, reach: int) -> int:
         """How much of that is ever read at once: all where a context holds it, of less no more than half of one."""
@@ -154,6 +158,13 @@ class ModelDrafter:
         self._base, self.steps = [row.sequence.length - begin for row, begin in pairs], 0
         self._stepper.commit(self._valid)
         self.late = self._late(max(map(len, unread), default=0))
+
+    def _stepped(self) -> None:
+        """A step of the draft was taken, the first of which read text alone: nothing goes back behind that. (What was
+        unread may be about as much as recurrent layers can take back, and the draft is to be taken back besides.)"""
+        self.steps += 1
+        if self.steps == 1:
+            self._stepper.commit(self._valid)
 
     def _late(self, unread: int) -> int:
         """How many of so many unread tokens are more than a draft in use lacks."""
