@@ -313,8 +313,7 @@ class SlotEngine:
         self._variant = variant
         self.even = True
         slots = buffer_slots(least, variant)
-        for buffer in fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros):
-            self._cache.append(buffer)
+        self._cache.extend(fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros))
         self._trails = Trails(self._kept, batch)
         self._batch, self._capacity = batch, least  # last: no row, until all caches are there
 

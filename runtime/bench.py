@@ -121,7 +121,7 @@ class Bench:
         self.pair, self.batch_size = pair, batch_size
         self.settings = pair.settings(settings)
         check_sample(self.settings, Sample(), 1)
-        self.plain_settings = dataclasses.replace(self.settings, draft="none", draft_length="auto", branches=())
+        self.plain_settings = dataclasses.replace(self.settings, draft="none", branches=())
         self._spans: list[tuple[float, float]] = []
         self.target = Timed(pair.target, self._spans)
         self.draft = None if pair.draft is None else Timed(pair.draft, self._spans)

@@ -109,8 +109,6 @@ class Settings:
         if not isinstance(self.draft_length, str) or self.draft_length != "auto":
             length = integer("draft_length", self.draft_length, 0, MAX_DRAFT_LENGTH, also="'auto'")
             self._keep("draft_length", length)
-            if length and self.draft == "none":
-                raise UsageError(f"draft_length {length}: with draft 'none' nobody proposes (possible: 0 or 'auto')")
         self._check_stops()
         self._check_bias()
         self._check_branches()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
@@ -193,9 +193,9 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
     return {name: values.pop(name) for name in (flag.lstrip("-").replace("-", "_") for flag in flags)}
 
 
-def check_draft_options(where: dict[str, Any], asked: Iterable[dict[str, Any]]) -> None:
+def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) -> None:
     """Raise UsageError for an option of the draft model's in ``where`` that none of the requests ``asked`` for (their
-    settings) has a use for."""
+    settings) has a use for; say so of a draft length, which those who compare drafts give to all of them."""
     from ..runtime.settings import MODEL_DRAFTS
 
     wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
@@ -204,6 +204,8 @@ def check_draft_options(where: dict[str, Any], asked: Iterable[dict[str, Any]]) 
             raise UsageError(f"{name} is the draft model's, which nobody asks here (with it: draft auto or model)")
     if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
         raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
+    if any(each.get("draft") == "none" and each.get("draft_length") not in (None, 0, "auto") for each in asked):
+        click.echo("draft_length has no effect with draft 'none': nobody proposes", err=True)
 
 
 def given(values: dict[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_answers_are_the_target_s_own(drafting: Any) -> None:
             requests = [drawn(rng, target.spec.vocab_size, CONTEXT) for _ in range(rng.choice((1, 1, 1, 2, 4)))]
             texts, last = collect(made.decode(requests, eos_token_ids=(0,)), len(requests))
             for i, (prompt, settings) in enumerate(requests):
-                plainly = dataclasses.replace(settings, draft="none", draft_length="auto")
+                plainly = dataclasses.replace(settings, draft="none")
                 (wanted,), ended = collect(alone.decode([(prompt, plainly)], eos_token_ids=(0,)), 1)
                 assert texts[i] == wanted, (prompt, settings)
                 assert last[i].finish_reason == ended[0].finish_reason

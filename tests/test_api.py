@@ -320,9 +320,6 @@ def test_settings_are_names_and_values(pair: Pair) -> None:
     for name in (None, 5, b"seed"):
         with pytest.raises(UsageError, match=f"unknown setting {name!r}"):
             pair.settings({name: 1})  # type: ignore[dict-item]
-    with pytest.raises(UsageError, match="draft_length 4: with draft 'none' nobody proposes"):
-        pair.generate(PROMPT, draft="none", draft_length=4)
-    assert pair.settings({"draft": "none", "draft_length": 0}).draft_length == 0
 
 
 @pytest.mark.parametrize("prompt", [None, Request("x"), [1.5], "\ud800", b"abc"])

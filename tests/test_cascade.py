@@ -198,10 +198,8 @@ def test_no_drafter_changes_a_text(draft, sampling):
     st.booleans(),
 )
 def test_any_batch_of_any_drafters_equals_plain_decoding(requests, exact):
-    nobody = {"draft": "none", "draft_length": "auto"}
-    asked = [(prompt, options | (nobody if options["draft"] == "none" else {})) for prompt, options in requests]
-    batch = [(prompt, Settings(**options)) for prompt, options in asked]
-    plain = [(prompt, Settings(**(options | nobody))) for prompt, options in asked]
+    batch = [(prompt, Settings(**options)) for prompt, options in requests]
+    plain = [(prompt, Settings(**(options | {"draft": "none"}))) for prompt, options in requests]
     decoder = Decoder(*toy_pair(order=1), exact=exact)
     expected = [decode([request], pair=toy_pair(order=1), exact=exact)[0][0] for request in plain]
     for _ in range(2):

@@ -114,15 +114,14 @@ def test_a_seed_repeats_a_sampled_text_alone_or_in_a_batch(rule):
 def test_any_batch_equals_plain_decoding(requests, exact):
     speculative = decode([(prompt, Settings(**options)) for prompt, options in requests], eos=(3, 4), exact=exact)
     for i, (prompt, options) in enumerate(requests):
-        plainly = Settings(**(options | {"draft": "none", "draft_length": "auto"}))
-        plain = decode([(prompt, plainly)], eos=(3, 4), exact=exact)
+        plain = decode([(prompt, Settings(**(options | {"draft": "none"})))], eos=(3, 4), exact=exact)
         assert (speculative[0][i], speculative[1][i]) == (plain[0][0], plain[1][0])
 
 
 @pytest.mark.parametrize("draft", ["model", "ngram", "none"])
 def test_the_context_ends_a_text_exactly(draft):
     for length in (1, 40, 47):
-        settings = Settings(max_new_tokens=500, draft=draft, draft_length="auto" if draft == "none" else 7)
+        settings = Settings(max_new_tokens=500, draft=draft, draft_length=7)
         texts, reasons = decode([([2] * length, settings)], eos=(), pair=toy_pair(context=48))
         assert (len(texts[0]), reasons[0]) == (48 - length, "context")
     with pytest.raises(ContextError, match="prompt has 48 tokens; this target takes at most 47"):

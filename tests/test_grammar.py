@@ -165,10 +165,7 @@ def written(asked, *, pair=None, **options):
 
 def alone(asked, **options):
     """Each request on its own, with nobody drafting."""
-    plain = [
-        (prompt, dataclasses.replace(settings, draft="none", draft_length="auto", branches=()))
-        for prompt, settings in asked
-    ]
+    plain = [(prompt, dataclasses.replace(settings, draft="none", branches=())) for prompt, settings in asked]
     found = [written([one], **options) for one in plain]
     return [texts[0] for texts, _, _ in found], [reasons[0] for _, reasons, _ in found]
 

@@ -189,13 +189,13 @@ def trimmed_pair(vocab: int = 11) -> tuple[ToyEngine, ToyEngine, VocabularyMap]:
 
 def answers_stay(monkeypatch: Any = None) -> None:
     """Greedy and coupled answers of a ragged batch are those of the target alone; the drafts are of use."""
-    drafts: dict[str, dict[str, Any]] = {"none": {}, "model": {"draft_length": 4}}
+    options: dict[str, Any] = {"max_new_tokens": 30, "draft_length": 4}
     accepted = 0
     for sampled in ({}, {"temperature": 1.0, "seed": 5}, {"repetition_penalty": 1.3, "min_new_tokens": 20}):
         texts = {}
-        for draft, length in drafts.items():
+        for draft in ("none", "model"):
             target, model, ids = trimmed_pair()
-            settings = Settings(draft=draft, max_new_tokens=30, **length, **sampled)
+            settings = Settings(draft=draft, **options, **sampled)
             decoding = Decoder(target, model, vocabulary=ids).decode(
                 [([1, 3, 7], settings), ([3] * 9, settings), ([5], settings)], eos_token_ids=(3,)
             )
