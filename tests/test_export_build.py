@@ -211,6 +211,8 @@ def test_a_name_that_no_directory_has_is_asked_about_once(
     assert len(asked) == (1 if fault is None else 2) and asked[0].endswith("/owner/name/resolve/main/config.json")
     with pytest.raises(ExportError, match=r"no checkpoint 'an id': no such directory .nor is it a hub id"):
         require_there("an id")
+    with pytest.raises(ExportError, match=r"no checkpoint '': no such directory"):
+        require_there("")  # as a shell gives a variable that is not set
 
 
 def test_what_the_hub_s_library_logs_is_not_printed_in_between() -> None:
@@ -366,6 +368,13 @@ def test_a_configuration_need_name_no_ends(save: Save) -> None:
 @pytest.mark.parametrize(("bos", "found"), [(0, 0), (511, 511), (512, None), (50256, None), (-1, None), (None, None)])
 def test_a_beginning_of_text_that_is_no_token_is_none(save: Save, bos: int | None, found: int | None) -> None:
     assert load(save(bos_token_id=bos)).bos_token_id == found
+
+
+def test_no_weight_of_a_bundle_is_not_finite(save: Save, tmp_path: Path) -> None:
+    source = save()
+    rewrite(source, lambda weights: weights["model.embed_tokens.weight"][77].fill_(torch.nan))
+    with pytest.raises(ExportError, match=r"model\.embed_tokens\.weight has NaN or infinity among its numbers$"):
+        export_pair(source, None, tmp_path / "out")
 
 
 def test_options_outside_their_range(save: Save, tmp_path: Path) -> None:

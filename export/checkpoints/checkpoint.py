@@ -61,6 +61,13 @@ class Checkpoint:
     def architecture(self) -> str:
         return type(self.model).__name__
 
+    def require_finite(self) -> None:
+        """Raise ExportError for a weight that is not: the few texts that graphs are compared by need not meet it."""
+        for name, weight in self.model.named_parameters():
+            stored = weight.narrow_form() if isinstance(weight, Stored) else weight
+            if stored.numel() and not all(end.isfinite() for end in torch.aminmax(stored)):
+                raise ExportError(f"'{self.source}' cannot be exported: {name} has NaN or infinity among its numbers")
+
     def release(self) -> None:
         """Free the memory of the weights, whoever still refers to them (torch's exporter does to what it saw last): the
         model is of no more use."""
