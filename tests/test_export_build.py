@@ -276,7 +276,8 @@ def test_tensors_that_a_model_does_not_need_do_no_harm(save: Save) -> None:
         source = save(**kind)
         prefix = next(name for name in load(source).model.state_dict() if ".0." in name).split("0.")[0]
         noted = f"{prefix}0.input_layernorm._extra_state"
-        names = (f"{prefix}0.attn.masked_bias", "score.weight", noted, "tower.layers.7.weight", "mtp.layers.0.weight")
+        names = (f"{prefix}0.attn.masked_bias", "score.weight", noted, "norm.weight")
+        names += ("tower.layers.7.weight", "mtp.layers.0.weight", "tower.layers.0.mlp.up_proj.bias")
         rewrite(source, lambda weights, names=names: weights.update({name: torch.zeros(1) for name in names}))
         assert load(source).vocab_size == 512
         scale = "embed_in.weight_scale" if kind else f"{prefix}0.mlp.up_proj.weight_scale_inv"

@@ -316,7 +316,8 @@ def _belongs_to_weight(name: str, names: Sequence[str]) -> bool:
     notes there (``_extra_state``)."""
     module, _, last = name.rpartition(".")
     weight = f"{module}.weight"
-    return not last.startswith("_") and any(each == weight or each.endswith(f".{weight}") for each in names)
+    beside = last != "weight" and not last.startswith("_")
+    return beside and any(each == weight or each.endswith(f".{weight}") for each in names)
 
 
 def _some(names: Sequence[str]) -> str:
