@@ -159,6 +159,7 @@ def test_a_context_ends_where_tokens_would_be_dropped() -> None:
     with pytest.raises(UsageError, match="between 2 and 100 for doge, not 101"):
         context_length(config, 101)
     assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
+    assert context_length(transformers.LlamaConfig(max_position_embeddings=10**12)) == 2**31 - 1
     for none in (1, -1):
         with pytest.raises(ExportError, match=f"llama cannot be exported: its config.json allows texts of {none} tok"):
             context_length(transformers.LlamaConfig(max_position_embeddings=none))
