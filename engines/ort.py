@@ -23,8 +23,7 @@ from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
 
 _KEPT_STEPS, _MANY_STEPS = 32, 256  # bindings; the latter where one is a graph, or what is read again makes it another
-_EVEN_WIDTH = 2
-_PLACES = 1 << 17  # positions that are copied, 1 MB; those of a longer text are counted
+_EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
 
