@@ -61,6 +61,11 @@ class CheckError(LeadoutError):
     exit_code = 7
 
 
+def not_installed(error: ModuleNotFoundError) -> ExportError:
+    """What to say where an export stops for want of a package."""
+    return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
+
+
 def shown(value: object) -> str:
     """``value`` as a message quotes it, whatever it is: on one line, and not at length."""
     try:

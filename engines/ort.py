@@ -23,7 +23,7 @@ from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
 
 _KEPT_STEPS, _MANY_STEPS = 32, 256  # bindings; the latter where one is a graph, or what is read again makes it another
-_EVEN_WIDTH = 2
+_EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
 
@@ -63,7 +63,7 @@ class SlotEngine:
         self._kept = entry.recurrence
         trees = provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
         self._spec = ModelSpec.of(entry, self._narrowest(), trees=trees)
-        self._places = np.arange(entry.max_context)
+        self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
         self._session: Any = None  # of the graph in use, and its steps
         self._steps_of: dict[str, dict[tuple[int, int, int | None, int, Turn], Step]] = {}  # graphs

@@ -2,11 +2,11 @@
 
 A kernel computes some rows, or some terms of a sum, in blocks, and what is left over in another way. On x86 one token
 alone rounds differently inside attention (and in int4 products where there is no AVX-512); wider steps are alike, as
-far as heads are at most 128 wide. The sums of wider ones ``GroupQueryAttention`` cuts into blocks where more than 64
-slots are in use (of 256: where 65 to 128 are beyond a multiple of 128), so that a token rounds by who comes with it. On
-ARM64 ``GroupQueryAttention`` sums over as many slots as are in use, and where their number is no multiple of four the
-last ones round differently: a token's logits depend on how many tokens come with it, at every width. Attention over all
-slots there are has no such rest.
+far as heads are at most 128 wide and at least 16. The sums of wider ones ``GroupQueryAttention`` cuts into blocks where
+more than 64 slots are in use (of 256: where 65 to 128 are beyond a multiple of 128), so that a token rounds by who
+comes with it; of those 8 wide it takes 16 rows at once, so that a 17th is alone. On ARM64 it sums over as many slots as
+are in use, and where their number is no multiple of four the last ones round differently: a token's logits depend on
+how many tokens come with it, at every width. Attention over all slots there are has no such rest.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..errors import EngineError
 from .base import Engine, LogitArray, Tokens
 
 _TRIALS = {  # least width: the steps of its trial
-    1: (2, 1, 3, 1, 5, 1, 3, 2, 1, 3, 1, 9, 29, 2, 1, 3, 1, 2, 1),
-    2: (2, 3, 5, 3, 2, 3, 5, 9, 29, 2, 3, 2, 3),
+    1: (2, 1, 3, 1, 5, 1, 3, 2, 1, 3, 1, 9, 17, 12, 2, 1, 3, 1, 2, 1),
+    2: (2, 3, 5, 3, 2, 3, 5, 9, 17, 12, 2, 3, 2, 3),
 }
 _TOKENS, _TOGETHER = 72, 40  # the second step, of the rest, has tokens on both sides of 64
 

@@ -225,6 +225,7 @@ def _canonical(
     roundings to be fitted to. For a draft ``ids`` say which tokens it gives the logits of, and ``ends`` are the
     target's that end a text; ``read`` is what the target says, if the draft is a head that reads its features, and
     ``reader`` is that head, for the target."""
+    checkpoint.require_finite()
     progress(f"{folder.name}: reference logits of {checkpoint.architecture}")
     its = None if reader is None else reader.model
     truth = compute_truth(checkpoint, its) if read is None else head_truth(checkpoint, read)

@@ -209,4 +209,4 @@ class _RequireFinite(LogitsProcessor):  # type: ignore[misc]
 
 
 def _not_finite(source: str) -> ExportError:
-    return ExportError(f"'{source}': its logits are not finite; look for NaN or infinity among its weights")
+    return ExportError(f"'{source}': its logits are not finite, though its weights are: they overflow float32")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import LeadoutError
+from ..errors import LeadoutError, not_installed
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 
@@ -35,23 +35,30 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
 
     def run(self) -> None:
         """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code."""
+        try:
+            print(self._export())
+        except ModuleNotFoundError as error:
+            self._refuse(not_installed(error))
+        except LeadoutError as error:
+            self._refuse(error)
+
+    def _export(self) -> Path:
         from .build import export_pair
         from .drafts.choice import number_or_word
 
         args = self.args
-        try:
-            place = export_pair(
-                args.model,
-                args.draft,
-                args.output,
-                precision=args.precision,
-                draft_precision=args.draft_precision,
-                draft_vocabulary=number_or_word(args.draft_vocabulary),
-                calibration=args.calibration,
-                mask_token=number_or_word(args.mask_token),
-                max_context=args.max_context,
-                progress=lambda line: print(line, file=sys.stderr),
-            )
-        except LeadoutError as error:
-            self.parser.exit(error.exit_code, f"{self.parser.prog}: {error}\n")
-        print(place)
+        return export_pair(
+            args.model,
+            args.draft,
+            args.output,
+            precision=args.precision,
+            draft_precision=args.draft_precision,
+            draft_vocabulary=number_or_word(args.draft_vocabulary),
+            calibration=args.calibration,
+            mask_token=number_or_word(args.mask_token),
+            max_context=args.max_context,
+            progress=lambda line: print(line, file=sys.stderr),
+        )
+
+    def _refuse(self, error: LeadoutError) -> None:
+        self.parser.exit(error.exit_code, f"{self.parser.prog}: {' '.join(str(error).split())}\n")

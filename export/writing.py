@@ -27,14 +27,25 @@ TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "gene
 
 
 def destination(out: str | Path) -> Path:
-    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced)."""
+    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced), and not
+    where this process is."""
     place = Path(out).expanduser()
     with _named(place):
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise ExportError(f"'{place}' is not a directory; choose another place for the bundle")
         if place.is_dir() and any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ExportError(f"'{place}' exists and is not a bundle; choose another place, or empty it")
+        if place.is_dir() and _is_here(place):  # whoever is in what was replaced finds nothing there
+            raise ExportError(f"'{place}' is where you are, and a bundle replaces what is there; go elsewhere first")
     return place.absolute()
+
+
+def _is_here(place: Path) -> bool:
+    """Whether this process works in a directory, or somewhere below it."""
+    try:
+        return Path.cwd().is_relative_to(place.resolve())
+    except FileNotFoundError:  # where it works is gone
+        return False
 
 
 @contextlib.contextmanager

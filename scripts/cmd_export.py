@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..bundle import Bundle, read_manifest
-from ..errors import ExportError, UsageError
+from ..errors import UsageError, not_installed
 from ..export.drafts.choice import number_or_word
 
 PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
@@ -106,9 +106,7 @@ def command(
 
             import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, Path(output), progress=tell)
     except ModuleNotFoundError as error:
-        raise ExportError(
-            f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'"
-        ) from None
+        raise not_installed(error) from None
     click.echo(output)
 
 

@@ -279,6 +279,21 @@ def test_padding_beyond_the_context_is_harmless(engine: SlotEngine) -> None:
     assert np.array_equal(engine.forward(padded, at(C.context - 2))[0, 1], wanted[0])
 
 
+def test_a_context_that_is_never_used_takes_no_memory(
+    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["fp32"]
+    endless = dataclasses.replace(model, entry=dataclasses.replace(model.entry, max_context=2**31 - 1))
+    monkeypatch.setattr(ort, "_PLACES", 4)
+    row = tokens(C, 1, 24)
+    with contextlib.closing(SlotEngine(endless)) as engine:
+        assert engine._places.size == 4
+        engine.reserve(24)
+        for at, width in (0, 3), (3, 2), (5, 19):
+            found = engine.forward(row[:, at : at + width], np.array([at]))[0]
+            assert np.abs(found - reference(C, row[0])[at : at + width]).max() < 2e-5
+
+
 def test_fewer_rows_than_the_batch(models: dict[str, Model]) -> None:
     engine = SlotEngine(models["fp32"])
     engine.reset(4)

@@ -134,6 +134,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         FALCON | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
         {"gqa", "nonpad"},
     ),
+    "falcon_7b": ("FalconConfig", FALCON | {"alibi": False}, {"gqa", "nonpad"}),  # one head of keys for all
     "gpt_oss": (
         "GptOssConfig",
         GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
@@ -194,7 +195,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 # How many values can be scaled before rounding: three in each of two layers and one before the head, but where norms
 # come after products, activations bend what goes on, a router chooses, or one norm serves attention and the rest.
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
-SCALED |= {"olmo2": 3, "mixtral": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
+SCALED |= {"olmo2": 3, "mixtral": 3, "falcon_7b": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
 SCALED |= {"lfm2": 13, "lfm2_moe": 5, "qwen3_5": 13, "qwen3_next": 5, "olmo_hybrid": 11, "granite_4_h": 8, "bamba": 8}
 SCALED |= {"nemotron_h": 5, "zamba2": 9}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}

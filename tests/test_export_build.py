@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 import onnx_ir as ir  # noqa: E402
 from huggingface_hub import errors  # noqa: E402
 from huggingface_hub.utils import logging as hub_logging  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from leadout.bundle import Bundle  # noqa: E402
@@ -158,6 +159,10 @@ def test_a_context_ends_where_tokens_would_be_dropped() -> None:
     with pytest.raises(UsageError, match="between 2 and 100 for doge, not 101"):
         context_length(config, 101)
     assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
+    assert context_length(transformers.LlamaConfig(max_position_embeddings=10**12)) == 2**31 - 1
+    for none in (1, -1):
+        with pytest.raises(ExportError, match=f"llama cannot be exported: its config.json allows texts of {none} tok"):
+            context_length(transformers.LlamaConfig(max_position_embeddings=none))
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +212,8 @@ def test_a_name_that_no_directory_has_is_asked_about_once(
     assert len(asked) == (1 if fault is None else 2) and asked[0].endswith("/owner/name/resolve/main/config.json")
     with pytest.raises(ExportError, match=r"no checkpoint 'an id': no such directory .nor is it a hub id"):
         require_there("an id")
+    with pytest.raises(ExportError, match=r"no checkpoint '': no such directory"):
+        require_there("")  # as a shell gives a variable that is not set
 
 
 def test_what_the_hub_s_library_logs_is_not_printed_in_between() -> None:
@@ -231,6 +238,9 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     with pytest.raises(ExportError, match=r"its weights are missing; it is an adapter .LoRA.: merge it"):
         export_pair(tmp_path / "adapter", None, tmp_path / "out")
+    (tmp_path / "adapter" / "model.safetensors").touch()
+    with pytest.raises(ExportError, match=r"adapter' has an adapter .LoRA. beside its weights: merge it into them"):
+        export_pair(tmp_path / "adapter", None, tmp_path / "out")
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
@@ -246,6 +256,7 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, None, {"num_hidden_layers": 1}, r"more layers .*: model\.layers\.1\..* and 17 more"),
         ({}, None, {"vocab_size": 500}, r"embed_tokens\.weight is \[512, 64\], by its config\.json \[500, 64\]$"),
         ({}, None, {"intermediate_size": 96}, r"down_proj\.weight is .* \(and 2 more\)$"),
+        ({"attention_bias": True}, None, {"attention_bias": False}, r"out: model\.layers\.0.*k_proj\.bias and 3 more"),
     ],
 )
 def test_weights_that_are_not_those_of_the_configuration(
@@ -265,9 +276,16 @@ def test_tensors_that_a_model_does_not_need_do_no_harm(save: Save) -> None:
     for kind in ({}, {"kind": "GPTNeoXConfig"}):
         source = save(**kind)
         prefix = next(name for name in load(source).model.state_dict() if ".0." in name).split("0.")[0]
-        names = (f"{prefix}0.attn.masked_bias", "score.weight", "tower.layers.7.weight", "mtp.layers.0.weight")
+        noted = f"{prefix}0.input_layernorm._extra_state"
+        names = (f"{prefix}0.attn.masked_bias", "score.weight", noted, "norm.weight")
+        names += ("tower.layers.7.weight", "mtp.layers.0.weight", "tower.layers.0.mlp.up_proj.bias")
         rewrite(source, lambda weights, names=names: weights.update({name: torch.zeros(1) for name in names}))
         assert load(source).vocab_size == 512
+        scale = "embed_in.weight_scale" if kind else f"{prefix}0.mlp.up_proj.weight_scale_inv"
+        rewrite(source, lambda weights, scale=scale: weights.update({scale: torch.ones(1)}))
+        with pytest.raises(ExportError, match=rf"its config\.json leaves out: {scale}$"):
+            load(source)
+        rewrite(source, lambda weights, scale=scale: weights.pop(scale))
         rewrite(source, lambda weights, prefix=prefix: weights.update({f"{prefix}1.attn.bias": torch.zeros(1)}))
         with pytest.raises(ExportError, match=rf"more layers than its config.json counts: {prefix}1\.attn\.bias$"):
             load(source)
@@ -291,11 +309,20 @@ def test_layers_that_predict_ahead_are_counted_apart(name: str, further: bool) -
 
 
 def rewrite(source: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(source / "model.safetensors")
     change(weights)
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_the_index_of_an_older_save_is_not_read(save: Save) -> None:
+    """transformers reads the file that is whole; what the parts beside it are in says nothing of it."""
+    source = save(hidden_size=1024, num_attention_heads=16)
+    stale = {"model.embed_tokens.weight": torch.zeros(512, 1024, dtype=torch.bfloat16)}
+    save_file(stale, source / "part.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(stale, "part.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    table = load(source).model.get_input_embeddings().weight
+    assert torch.equal(table, load_file(source / "model.safetensors")["model.embed_tokens.weight"])
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
@@ -316,6 +343,7 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
 @pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'])
 def test_an_index_of_weights_that_is_none(save: Save, tmp_path: Path, text: str) -> None:
     source = save()
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
     (source / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ExportError, match=r"cannot be loaded: model\.safetensors\.index\.json is no index: it must"):
         export_pair(source, None, tmp_path / "out")
@@ -342,6 +370,13 @@ def test_a_configuration_need_name_no_ends(save: Save) -> None:
 @pytest.mark.parametrize(("bos", "found"), [(0, 0), (511, 511), (512, None), (50256, None), (-1, None), (None, None)])
 def test_a_beginning_of_text_that_is_no_token_is_none(save: Save, bos: int | None, found: int | None) -> None:
     assert load(save(bos_token_id=bos)).bos_token_id == found
+
+
+def test_no_weight_of_a_bundle_is_not_finite(save: Save, tmp_path: Path) -> None:
+    source = save()
+    rewrite(source, lambda weights: weights["model.embed_tokens.weight"][77].fill_(torch.nan))
+    with pytest.raises(ExportError, match=r"model\.embed_tokens\.weight has NaN or infinity among its numbers$"):
+        export_pair(source, None, tmp_path / "out")
 
 
 def test_options_outside_their_range(save: Save, tmp_path: Path) -> None:

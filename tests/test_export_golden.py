@@ -91,6 +91,22 @@ def test_logits_that_are_not_finite_are_refused(checkpoint: Checkpoint, context:
         compute_truth(dataclasses.replace(checkpoint, max_context=context))
 
 
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, narrow: Any) -> None:
+    """That of a token which no text says that graphs are compared by is met by the first prompt that has it."""
+    sizes = {"vocab_size": 4096, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, intermediate_size=32)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(narrow)
+    model.save_pretrained(tmp_path)
+    load(tmp_path).require_finite()
+    for value in (torch.nan, torch.inf, -torch.inf):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[77, 3] = value
+        model.save_pretrained(tmp_path)
+        with pytest.raises(ExportError, match=r"cannot be exported: model\.embed_tokens\.weight has NaN or infinity"):
+            load(tmp_path).require_finite()
+
+
 def test_an_architecture_whose_own_code_fails_is_named(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise KeyError("one\ntwo")

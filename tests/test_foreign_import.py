@@ -10,7 +10,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from support_foreign import CONTEXT, NEAR, VOCAB, Form, decoder, directory, genai_directory, reference, weights, words
+from support_foreign import (
+    CONTEXT,
+    HIDDEN,
+    NEAR,
+    VOCAB,
+    Form,
+    decoder,
+    directory,
+    genai_directory,
+    reference,
+    weights,
+    words,
+)
 from tokenizers import Tokenizer
 
 import leadout
@@ -196,6 +208,31 @@ def test_caches_that_do_not_rewind_are_refused(tmp_path: Path) -> None:
     assert str(last) in refusal(last, out)
     rope = directory(tmp_path / "rope", decoder(), rope_scaling={"type": "dynamic", "factor": 2.0})
     assert "dynamic-NTK" in refusal(rope, out)
+
+
+def test_weights_that_are_named_among_the_inputs_are_not_asked_for(tmp_path: Path) -> None:
+    """As graphs before IR version 4 had to name them."""
+    model = decoder()
+    for weight in model.graph.initializer:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(weight.name, weight.data_type, list(weight.dims)))
+    out = import_pair(directory(tmp_path / "old", model), None, tmp_path / "out")
+    tokens = np.arange(9) % VOCAB
+    engine = open_engine(Bundle.read(out).model("target"))
+    np.testing.assert_allclose(
+        engine.forward(tokens[None], np.zeros(1, np.int64))[0], reference(weights(), tokens), atol=NEAR
+    )
+
+
+@pytest.mark.parametrize(("name", "row", "rows"), [("head", 3, HIDDEN), ("places", 30, CONTEXT), ("places", 30, 30)])
+def test_a_row_goes_through_whole_and_is_finite(tmp_path: Path, name: str, row: int, rows: int) -> None:
+    """Positions beyond those that steps are compared at, too: NaN from a ``row`` on, or only so many ``rows``."""
+    model = decoder()
+    weight = next(each for each in model.graph.initializer if each.name == name)
+    array = onnx.numpy_helper.to_array(weight).copy()
+    array[row:] = np.nan
+    weight.CopyFrom(onnx.numpy_helper.from_array(array[:rows], name))
+    message = refusal(directory(tmp_path / "odd", model), tmp_path / "out")
+    assert ("cannot take this step" if rows == row else "its logits are not finite; look for NaN") in message
 
 
 def test_activations_quantised_per_step_are_for_drafts_only(tmp_path: Path) -> None:

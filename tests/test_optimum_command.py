@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Run optimum's own entry point, which looks for registered commands on the way."""
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "export", "leadout", *arguments])
     optimum_cli.main()
+
+
+def raising(error: Exception) -> Callable[..., Path]:
+    def export_pair(*_: Any, **__: Any) -> Path:
+        raise error
+
+    return export_pair
 
 
 def test_optimum_finds_the_command_and_passes_every_option(
@@ -60,6 +68,15 @@ def test_refusals_are_one_line_and_the_exit_code(
     with pytest.raises(SystemExit) as caught:
         call(monkeypatch, "--model", "x", "--precision", "int3", "out")
     assert caught.value.code == 2
+    capsys.readouterr()
+    broken = ExportError("two\nlines"), ModuleNotFoundError("No module named 'onnx_ir'", name="onnx_ir")
+    for error, line in zip(broken, ("two lines", "exporting needs 'onnx_ir', which is not installed"), strict=True):
+        monkeypatch.setattr(build, "export_pair", raising(error))
+        with pytest.raises(SystemExit) as caught:
+            call(monkeypatch, "--model", "x", "out")
+        assert caught.value.code == ExportError.exit_code
+        message = capsys.readouterr().err
+        assert message.startswith(f"optimum-cli export leadout: {line}") and message.count("\n") == 1
 
 
 def test_optimum_starts_without_loading_the_exporter() -> None:

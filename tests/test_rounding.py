@@ -92,6 +92,12 @@ def test_sums_that_are_cut_where_a_text_grows_long_are_found_out(least: int) -> 
     assert even_from(Rounding(of_slots, max_context=64), least) == least, "no text grows so long"
 
 
+def test_a_row_that_blocks_of_sixteen_leave_over_is_found_out() -> None:
+    """Heads 8 wide on x86: a draft of 16 and a token before it are one step."""
+    for least in (1, 2):
+        assert even_from(Rounding(lambda past, width: width % 16 == 1 and width > 1), least) is None
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_exact_steps_of_wide_heads_round_alike_wherever_a_text_stands(

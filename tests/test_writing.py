@@ -45,6 +45,20 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_where_one_is_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is there would be in a directory that is gone."""
+    free, below = tmp_path / "free", tmp_path / "bundle" / "target"
+    free.mkdir()
+    below.mkdir(parents=True)
+    (below.parent / MANIFEST).touch()
+    (tmp_path / "link").symlink_to(below.parent)
+    for here, out in (free, "."), (free, free), (below, ".."), (tmp_path / "link" / "target", below.parent):
+        monkeypatch.chdir(here)
+        with pytest.raises(ExportError, match=rf"'{out}' is where you are, and a bundle replaces what is there"):
+            destination(out)
+        assert destination("other") == Path.cwd() / "other"
+
+
 def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
     target = entry(Shape(), "fp32", {"canonical": FileEntry("model.onnx", "", 0)})
     ends = dataclasses.replace(target, eos_token_ids=(-1, 3, target.vocab_size))

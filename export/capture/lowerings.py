@@ -1,4 +1,5 @@
-"""Which modules become one operator instead of their many: root-mean-square norms, rotary positions, and experts.
+"""Which modules become one operator instead of their many: root-mean-square norms, rotary positions, and experts; and
+attention that torch's exporter does not take.
 
 Each replacement is compared with the code it replaces before it is used; what does not match stays as it is.
 """
@@ -62,7 +63,24 @@ def lowered(*models: nn.Module) -> Iterator[None]:
                 if is_half_split(rotate, whole=whole):
                     setattr(code, "apply_rotary_pos_emb", functools.partial(half_split, whole=whole))  # noqa: B010
                     undo.callback(setattr, code, "apply_rotary_pos_emb", rotate)
+        attend = nn.functional.scaled_dot_product_attention
+        nn.functional.scaled_dot_product_attention = sharing_heads(attend)
+        undo.callback(setattr, nn.functional, "scaled_dot_product_attention", attend)
         yield
+
+
+def sharing_heads(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``attend``, torch's ``scaled_dot_product_attention``, which its exporter does not take where fewer heads of keys
+    than of queries are broadcast (Falcon's multi-query attention): that becomes ``Attention``."""
+
+    @functools.wraps(attend)
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if attn_mask is None or key.shape[1] == query.shape[1]:
+            return attend(query, key, value, attn_mask, **kwargs)
+        attributes, shape = {"scale": query.shape[-1] ** -0.5}, (*query.shape[:3], value.shape[-1])
+        return symbolic("Attention", (query, key, value, attn_mask), attributes, like=query, shape=shape, version=24)
+
+    return attention
 
 
 def rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

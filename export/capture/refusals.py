@@ -18,6 +18,7 @@ from .recurrent import is_understood
 
 WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
 TRACED_SLOTS = 64  # of the cache in the example that a model is traced with
+_POSITIONS = 2**31 - 1  # that graphs can count
 _ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
 _NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
@@ -25,7 +26,7 @@ _NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 def context_length(config: Any, wanted: int | None = None) -> int:
     """Tokens of context: what the checkpoint was trained for and its graph holds for, or ``wanted`` if that is less.
 
-    Raises UsageError if ``wanted`` is outside its range.
+    Raises UsageError if ``wanted`` is outside its range, ExportError if there is none.
     """
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -35,6 +36,9 @@ def context_length(config: Any, wanted: int | None = None) -> int:
         limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
     if window := _kept_window(config):  # beyond this, tokens are dropped that a graph keeps
         limit = min(limit, window)
+    limit = min(limit, _POSITIONS)
+    if limit < 2:
+        raise ExportError(f"{name_of(config)} cannot be exported: its config.json allows texts of {limit} tokens")
     if wanted is not None and not 2 <= wanted <= limit:
         raise UsageError(f"max-context must be between 2 and {limit} for {name_of(config)}, not {wanted}")
     return wanted or limit

@@ -36,6 +36,7 @@ OUTPUTS = {
     "output_hidden_states": False,
     "output_router_logits": False,
 }
+ADAPTER = "adapter_config.json"
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
 
@@ -60,6 +61,13 @@ class Checkpoint:
     def architecture(self) -> str:
         return type(self.model).__name__
 
+    def require_finite(self) -> None:
+        """Raise ExportError for a weight that is not: the few texts that graphs are compared by need not meet it."""
+        for name, weight in self.model.named_parameters():
+            stored = weight.narrow_form() if isinstance(weight, Stored) else weight
+            if stored.numel() and not all(end.isfinite() for end in torch.aminmax(stored)):
+                raise ExportError(f"'{self.source}' cannot be exported: {name} has NaN or infinity among its numbers")
+
     def release(self) -> None:
         """Free the memory of the weights, whoever still refers to them (torch's exporter does to what it saw last): the
         model is of no more use."""
@@ -80,6 +88,11 @@ def read_config(source: str | Path) -> Any:
         raise ExportError(f"'{place}' is not a checkpoint: config.json is missing{_instead(Path(place))}")
     if _lacks_weights(Path(place)) and (instead := _instead(Path(place))):
         raise ExportError(f"'{place}' is not a checkpoint: its weights are missing{instead}")
+    if (Path(place) / ADAPTER).is_file():  # transformers applies it where peft is installed, and only there
+        raise ExportError(
+            f"'{place}' has an adapter (LoRA) beside its weights: merge it into them, or take {ADAPTER} away to export"
+            " them without it"
+        )
     try:
         with quiet():
             config = AutoConfig.from_pretrained(place, trust_remote_code=False)
@@ -101,7 +114,7 @@ def read_config(source: str | Path) -> Any:
 
 def _instead(place: Path) -> str:
     """What a directory without a configuration is, if that can be told, and what to do."""
-    if (place / "adapter_config.json").is_file():
+    if (place / ADAPTER).is_file():
         return "; it is an adapter (LoRA): merge it into the model it was trained for, and export that"
     if place.suffix == ".gguf" or any(place.glob("*.gguf")):
         return "; GGUF files are not read: export the checkpoint they were made of"
@@ -211,10 +224,12 @@ def find_file(source: str, name: str) -> Path | None:
 
 
 def weight_files(source: str) -> list[Path]:
-    """The safetensors of a checkpoint, one or the parts that its index names; empty if it has none. Raises ExportError
-    for an index that is none."""
+    """The safetensors of a checkpoint that transformers reads, one or else the parts that its index names; empty if it
+    has none. Raises ExportError for an index that is none."""
+    if (whole := find_file(source, "model.safetensors")) is not None:  # an index beside it was left by an older save
+        return [whole]
     index = find_file(source, "model.safetensors.index.json")
-    names = ["model.safetensors"] if index is None else _indexed(source, index)
+    names = [] if index is None else _indexed(source, index)
     return [path for name in names if (path := find_file(source, name)) is not None]
 
 
@@ -267,7 +282,8 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
 
 def _fault(report: Mapping[str, Any], names: Sequence[str], config: Any) -> str | None:
     """What is wrong with the tensors of the files, or None: transformers fills a tensor that is missing or of another
-    shape with noise, and leaves out layers that the configuration does not count. ``names``: the model's own."""
+    shape with noise, and leaves out layers, biases and scales that the configuration does not count. ``names``: the
+    model's own."""
     if missing := sorted(report["missing_keys"]):
         return f"its files lack {_some(missing)}"
     if mismatched := sorted(report["mismatched_keys"]):
@@ -276,6 +292,8 @@ def _fault(report: Mapping[str, Any], names: Sequence[str], config: Any) -> str 
         return f"{name} is {sizes}" + (f" (and {len(mismatched) - 1} more)" if mismatched[1:] else "")
     if further := sorted(name for name in report["unexpected_keys"] if _is_further_layer(name, names, config)):
         return f"its files have more layers than its config.json counts: {_some(further)}"
+    if left := sorted(name for name in report["unexpected_keys"] if _belongs_to_weight(name, names)):
+        return f"its files have what its config.json leaves out: {_some(left)}"
     if errors := report["error_msgs"]:
         return str(errors[0]).strip().splitlines()[0]
     return None
@@ -291,6 +309,15 @@ def _is_further_layer(name: str, names: Sequence[str], config: Any) -> bool:
     layers = {int(found[1]) for each in names if (found := own.fullmatch(each))}
     ahead = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
     return bool(layers) and int(parts[2]) > max(layers) + ahead
+
+
+def _belongs_to_weight(name: str, names: Sequence[str]) -> bool:
+    """Whether a tensor stands beside a weight of the model, as its bias or, of fewer bits, its scale; not what training
+    notes there (``_extra_state``)."""
+    module, _, last = name.rpartition(".")
+    weight = f"{module}.weight"
+    beside = last != "weight" and not last.startswith("_")
+    return beside and any(each == weight or each.endswith(f".{weight}") for each in names)
 
 
 def _some(names: Sequence[str]) -> str:

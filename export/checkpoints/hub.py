@@ -16,9 +16,9 @@ FILE = "config.json"
 def require_there(source: str) -> str:
     """``source``. Raises ExportError for one that leads nowhere: a path, or a hub id that the hub does not know or
     cannot be asked about, if no cache here has it."""
-    if Path(source).exists():
+    if source and Path(source).exists():
         return source
-    path = source.startswith(("/", ".", "~")) or source.count("/") > 1
+    path = not source or source.startswith(("/", ".", "~")) or source.count("/") > 1
     if fault := "no such directory (nor is it a hub id, like OWNER/NAME)" if path else _fault(source):
         raise ExportError(f"no checkpoint '{source}': {fault}")
     return source

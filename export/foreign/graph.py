@@ -44,8 +44,10 @@ def read_graph(path: Path, root: Path) -> Graph:
     except Exception as error:  # protobuf and onnx raise without a common base
         raise ExportError(f"{path}: not an ONNX graph: {error}") from None
     tensors, nodes = list(_tensors(model)), list(_nodes(model))
+    weights = {tensor.name for tensor in model.graph.initializer}  # old exporters name them among the inputs, too
+    given = [value for value in model.graph.input if value.name not in weights]
     try:
-        signature = Signature.read(map(_port, model.graph.input), map(_port, model.graph.output))
+        signature = Signature.read(map(_port, given), map(_port, model.graph.output))
     except EngineError as error:
         raise ExportError(f"{path}: {error}") from None
     return Graph(

@@ -26,7 +26,7 @@ from ..writing import TEXTS, aside, destination, write_manifest
 from .graph import inside
 from .source import Source, read_source
 
-LENGTH = 24
+LENGTH, FAR = 24, 128  # tokens of a row that are looked at closely, and of one that only has to go through
 # Of the largest logit. A sound graph gives the same numbers but for rounding, which low precision amplifies
 # (int4 at width 1 against wider: up to 0.06); a wrong cache gives other numbers altogether.
 EXACT, ROUNDED = 1e-4, 0.25
@@ -120,6 +120,9 @@ def _compare(engine: Engine, source: Source, progress: Progress) -> dict[str, fl
     length = min(LENGTH, engine.spec.max_context)
     tokens = np.random.default_rng(0).integers(0, engine.spec.vocab_size, (3, length))
     whole = np.concatenate([_whole(engine, row) for row in tokens])
+    far = _whole(engine, np.resize(tokens, min(FAR, engine.spec.max_context)))
+    if not (np.isfinite(whole).all() and np.isfinite(far).all()):
+        raise ExportError(f"{source.graph.path}: its logits are not finite; look for NaN or infinity among its weights")
     scale = float(np.abs(whole).max())
     allowed = scale * (EXACT if source.graph.precision == "fp32" else ROUNDED)
     ways = {"rewound": _rewound(engine, tokens[0], whole[0]), "ragged": _ragged(engine, tokens, whole)}
