@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "the draft commits what it drafts",
         ModelDrafter,
-        "_begin",
+        "_stepped",
         "commit(self._valid)",
         "commit([v + 9 for v in self._valid])",
     ),

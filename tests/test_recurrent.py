@@ -22,6 +22,7 @@ from leadout.engines.base import CommittingEngine  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
 from leadout.engines.plan import Load, plan  # noqa: E402
 from leadout.engines.tensorrt.buildable import require_buildable  # noqa: E402
+from leadout.engines.trails import Trails  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
@@ -283,14 +284,24 @@ def test_its_target_drafting_for_itself_is_always_right(model: Model) -> None:
 
 
 def test_what_was_committed_is_what_is_read_again(models: dict[str, Model]) -> None:
-    """Each round carries both models' states on to where it began: the next reads no more than its own tokens again."""
+    """Each round carries both models' states on to where it began, the draft's to where it began to draft: the next
+    reads no more than its own tokens again, and no step of a draft more than the draft."""
     target, draft = (open_engine(models["qwen3_5"], exact=exact) for exact in (True, False))
-    text = PROMPTS[0]
-    for event in Decoder(target, draft).decode([(text, settings(draft="model", draft_length=4))]):
-        for engine, lag in ((target, 0), (draft, 1)):
-            assert isinstance(engine, CommittingEngine)
-            assert len(text) - 2 - lag <= engine.earliest(0) <= len(text) - 1
-        text = [*text, *(token for token, _ in event.tokens)]
+    text, turn, behind = PROMPTS[0], Trails.turn, []
+
+    def watched(trails: Trails, past: Any, width: int) -> Any:
+        if trails is draft._trails and trails.anchors[0]:
+            behind.append(past[0] - trails.anchors[0])
+        return turn(trails, past, width)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trails, "turn", watched)
+        for event in Decoder(target, draft).decode([(text, settings(draft="model", draft_length=4))]):
+            for engine, lag in ((target, 0), (draft, 1)):
+                assert isinstance(engine, CommittingEngine)
+                assert len(text) - 2 - lag <= engine.earliest(0) <= len(text) - 1 + lag
+            text = [*text, *(token for token, _ in event.tokens)]
+    assert len(behind) > 9 and max(behind) <= 4
     target.close()
     draft.close()
 
