@@ -125,7 +125,7 @@ def whole_run(monkeypatch, **options):
         if event.stats is not None:
             reports.append(event.stats.distance)
 
-    found = decode_law(laws, 3, 1, monkeypatch, prompt, watch, temperature=0.5, **options)
+    found = decode_law(laws, 3, 1, monkeypatch, prompt, watch, temperature=0.5, draft_length=1, **options)
     return distance(found, target_law(rounded(target, prompt, power=2.0), 3, 1)), set(reports)
 
 
@@ -135,12 +135,13 @@ def whole_run(monkeypatch, **options):
 @pytest.mark.parametrize("draft", ["model", "ngram", "none"])
 def test_whole_runs_report_the_distance_of_their_law(options, draft, monkeypatch):
     """The first of two tokens is drafted, the last is the target's own: no room for a draft."""
-    options = options | {"draft": draft} | ({} if draft == "none" else {"draft_length": 1})
-    found, reports = whole_run(monkeypatch, **options)
+    found, reports = whole_run(monkeypatch, draft=draft, **options)
     assert found < TIGHT and reports == {0.0}
     target, prompt = table_law(3, seed=4), [1, 2, 1, 2, 1]
     laws, reports = (target, mixed_law(target, table_law(3, seed=5), 0.8)), []
-    joint = decode_law(laws, 3, 2, monkeypatch, prompt, reports.append, temperature=0.5, **options)
+    joint = decode_law(
+        laws, 3, 2, monkeypatch, prompt, reports.append, temperature=0.5, draft_length=1, draft=draft, **options
+    )
     first = np.array([sum(chance for tokens, chance in joint.items() if tokens[0] == token) for token in range(3)])
     truth = rounded(target, prompt, power=2.0)(())
     exact = 0.5 * float(np.abs(first - truth).sum())

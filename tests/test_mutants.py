@@ -62,8 +62,7 @@ REQUESTS = [
 
 def drafts_change_nothing(monkeypatch):
     """Speculative equals plain, ragged batch equals each alone, every text ends where it must."""
-    alone = {"draft": "none", "draft_length": "auto"}
-    plain = [texts([request], eos=(0, 3, 7, 9), **alone) for request in REQUESTS]
+    plain = [texts([request], eos=(0, 3, 7, 9), draft="none") for request in REQUESTS]
     together = texts(REQUESTS, eos=(0, 3, 7, 9))
     assert together == ([text for (text,), _ in plain], [reason for _, (reason,) in plain])
     for text, (_, options) in zip(together[0], REQUESTS, strict=True):

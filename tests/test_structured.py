@@ -142,9 +142,8 @@ def test_a_draft_with_another_tokenizer_is_bound_and_of_use(sampling: dict[str, 
     target, draft, text = byte_level(420), byte_level(600, use_regex=False), TEXT[:400]
     pair, codec = Copyist(target, draft, text), Codec.__new__(Codec)
     codec.tokenizer, found, accepted = target, {}, 0
-    drafts: dict[str, dict[str, Any]] = {"none": {}, "model": {"draft_length": 4}}
-    for kind, length in drafts.items():
-        settings = Settings(max_new_tokens=60, draft=kind, regex="[A-Za-z ,]{20,50}[,.]", **length, **sampling)
+    for kind in ("none", "model"):
+        settings = Settings(max_new_tokens=60, draft=kind, draft_length=4, regex="[A-Za-z ,]{20,50}[,.]", **sampling)
         decoder = Decoder(*pair.engines, vocabulary=pair.vocabulary, grammars=Grammars(codec, 420))
         for start in (20, 47):
             events = list(decoder.decode([(target.encode(text[:start]).ids, settings)], eos_token_ids=[0]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 
-class Automaton:
+
+class Automaton(ABC):
     """All substrings of what it was given, in at most two states a token, extended in amortised constant time.
 
     A state stands for all strings that end at the same places; ``length`` is that of the longest of them and ``link``
@@ -16,9 +18,9 @@ class Automaton:
         self.next: list[dict[int, int]] = [{}]
         self.link, self.length = [-1], [0]
 
+    @abstractmethod
     def _keep(self, like: int | None) -> None:
         """Keep of a new state what is known of ``like``, whose strings it takes the shorter ones of; None: nothing."""
-        raise NotImplementedError
 
     def _append(self, state: int, token: int) -> int:
         """A new state for what ends in ``state`` and goes on with ``token``, where it never did."""
