@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,8 @@ class ToyEngine:
     """An Engine over ``law``: context (int64 [n], n >= 1) -> probabilities (float64 [vocab_size]).
 
     The context is read from the cache's slots, not from the caller: a stale slot, a missing roll-back or a wrong
-    ``past_lens`` gives another context and so another law. Logits are log-probabilities; the array returned is one
+    ``past_lens`` gives another context and so another law. Logits are log-probabilities, in float64 where a real engine
+    gives float32, so that what is made of them can be held to the law beyond all rounding; the array returned is one
     buffer that the next call overwrites, as with a real engine. ``calls`` records (rows, width) of every step.
     """
 
@@ -31,7 +33,7 @@ class ToyEngine:
         self.calls: list[tuple[int, int]] = []
         self.resets = 0
         self._cache = np.full((1, 0), _NEVER_WRITTEN, np.int64)
-        self._buffer = np.empty(0, np.float32)
+        self._buffer: NDArray[Any] = np.empty(0)
 
     @property
     def batch(self) -> int:
@@ -97,7 +99,7 @@ class ToyEngine:
     def _view(self, rows: int, columns: int) -> LogitArray:
         size = rows * columns * self.spec.vocab_size
         if self._buffer.size < size:
-            self._buffer = np.empty(size, np.float32)
+            self._buffer = np.empty(size)
         return self._buffer[:size].reshape(rows, columns, self.spec.vocab_size)
 
     def _logits(self, row: int, context: NDArray[np.int64]) -> NDArray[np.float64]:

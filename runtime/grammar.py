@@ -117,7 +117,8 @@ class Grammar:
         nothing possible is allowed."""
         if (place := self._looked(drafted)) is None or place.cap is None:
             return logits
-        row: LogitArray = np.minimum(np.asarray(logits), place.cap, out=buffers.narrow(place.cap.size))
+        whole = np.asarray(logits)
+        row: LogitArray = np.minimum(whole, place.cap, out=buffers.like(whole))
         if not row[row.argmax()] > -np.inf:
             raise self._nothing(logits)
         return row
@@ -188,7 +189,7 @@ class Grammar:
         if (end := compiled.stand_in) is not None:
             mask[end // 8] &= ~np.uint8(1 << end % 8)
         if compiled.ends or mask.any() or not matcher.is_accepting():
-            caps = buffers.narrow(8 * mask.size).reshape(mask.size, 8)
+            caps = buffers.empty(8 * mask.size, np.float32).reshape(mask.size, 8)
             place.cap = _CAPS.take(mask, axis=0, out=caps, mode="clip").reshape(-1)[: compiled.size]
         place.known = True
         return place

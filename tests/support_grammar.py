@@ -73,14 +73,12 @@ def follows(words: Collection[str], codec: Letters, size: int, end: int) -> Call
     return mask
 
 
-def masked(law: Law, prompt: list[int], mask: Callable[[tuple[int, ...]], np.ndarray], power: float = 1.0) -> Any:
-    """``support_runtime.rounded`` where only what ``mask`` allows exists."""
+def masked(law: Law, prompt: list[int], mask: Callable[[tuple[int, ...]], np.ndarray], power: float) -> Any:
+    """``support_runtime.sharpened`` where only what ``mask`` allows exists."""
 
     def row(text: tuple[int, ...]) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            logits = np.log(law(np.array([*prompt, *text]))).astype(np.float32)
-        logits[~mask(text)] = -np.inf
-        weights = np.exp((logits - logits.max()) * np.float32(power)).astype(np.float64)
+        weights = law(np.array([*prompt, *text])) ** power
+        weights[~mask(text)] = 0.0
         return weights / weights.sum()
 
     return row

@@ -151,14 +151,11 @@ def distance(a: dict[tuple[int, ...], float], b: dict[tuple[int, ...], float]) -
     return 0.5 * sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
 
 
-def rounded(law: Law, prompt: list[int], power: float = 1.0) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """What a reader of the toy engine's float32 log-probabilities sees after ``prompt``, at temperature 1/power, who
-    takes exponentials in float32 and all else in float64."""
+def sharpened(law: Law, prompt: list[int], power: float) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """``law`` after ``prompt``, at temperature 1/power."""
 
     def row(tokens: tuple[int, ...]) -> np.ndarray:
-        with np.errstate(divide="ignore"):
-            logits = np.log(law(np.array([*prompt, *tokens]))).astype(np.float32)
-        weights = np.exp((logits - logits.max()) * np.float32(power)).astype(np.float64)
+        weights = law(np.array([*prompt, *tokens])) ** power
         return weights / weights.sum()
 
     return row

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support_ahead import come_as_far_as
-from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
@@ -102,7 +102,7 @@ def test_the_law_of_whole_runs_is_the_target_s(rule, monkeypatch):
 
     monkeypatch.setattr("support_runtime.Decoder", Ahead)
     found = decode_law(laws, 3, 4, monkeypatch, prompt, temperature=0.5, draft_length=1, rule=rule)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 4)) < 1e-12
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 4)) < 1e-12
     tried, kept = (sum(getattr(each.ahead, name) for each in made) for name in ("tried", "kept"))
     assert 0 < kept < tried, "some are kept and some are not"
 

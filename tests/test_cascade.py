@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
@@ -221,7 +221,7 @@ def test_rounds_with_and_without_a_draft_s_law_leave_the_target_s_alone(draft, r
     count = 4 if draft == "auto" else 3
     options = {"temperature": 0.5, "draft_length": 2, "rule": rule, "draft": draft}
     found = decode_law(laws, 3, count, monkeypatch, prompt, watch, **options)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, count)) < 1e-12
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 3, count)) < 1e-12
     if draft == "auto":
         assert any({"model", "suffix"} <= set(names) for names in mixed)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.runtime import decoder as decoder_module
@@ -143,7 +143,7 @@ def law_of(monkeypatch, rule):
     target, other = table_law(3, seed=4), table_law(3, seed=5)
     laws, prompt = (target, mixed_law(target, other, 0.8)), [1, 2, 1, 2, 1]
     found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, rule=rule, draft="model")
-    return distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3))
+    return distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 3))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

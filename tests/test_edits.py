@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_runtime import FixedCosts, decode_law, distance, rounded, target_law
+from support_runtime import FixedCosts, decode_law, distance, sharpened, target_law
 from test_laws import RULES, TIGHT
 from test_mutants import Mutant, must_die
 
@@ -280,7 +280,7 @@ def test_the_law_is_the_target_s_where_a_change_is_drafted(rule, monkeypatch):
 
     laws = target, mixed_law(target, other, 0.8)
     found = decode_law(laws, 4, 3, monkeypatch, prompt, watch, **options)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 4, 3)) < TIGHT
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 4, 3)) < TIGHT
     assert "edits" in proposed
 
 

@@ -21,7 +21,7 @@ def step(engine, row_tokens, past, index=None):
 
 
 def expected(*contexts):
-    return np.log([LAW(np.array(context)) for context in contexts]).astype(np.float32)
+    return np.log([LAW(np.array(context)) for context in contexts]).astype(np.float64)
 
 
 def test_logits_are_those_of_the_context_in_the_cache():

@@ -24,7 +24,7 @@ from support_runtime import (
     distance,
     draw_with_coins,
     law,
-    rounded,
+    sharpened,
     target_law,
 )
 from test_mutants import Mutant, must_die
@@ -213,7 +213,7 @@ def test_the_law_is_the_target_s(kind, rule, length, monkeypatch):
             return tuple(token for event in events for token, _ in event.tokens)
 
     found = law(run)
-    assert distance(found, target_law(rounded(laws.p, prompt, power=2.0), 3, 3)) < 1e-12
+    assert distance(found, target_law(sharpened(laws.p, prompt, power=2.0), 3, 3)) < 1e-12
     assert np.isclose(sum(found.values()), 1.0)
 
 

@@ -108,8 +108,8 @@ def test_processors_come_after_the_grammar(rule, monkeypatch):
         chain = Chain(Settings(**options), 4, PROMPT, {3})
         chain.extend(text)
         with np.errstate(divide="ignore"):
-            logits = np.log(target(np.array([*PROMPT, *text]))).astype(np.float32)
-        return chain.distribution(np.where(allowed(text), logits, -np.inf).astype(np.float32))
+            logits = np.log(target(np.array([*PROMPT, *text])))
+        return chain.distribution(np.where(allowed(text), logits, -np.inf))
 
     def run(branches):
         with monkeypatch.context() as patch:

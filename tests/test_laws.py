@@ -19,7 +19,7 @@ from support_runtime import (
     distance,
     draw_with_coins,
     law,
-    rounded,
+    sharpened,
     target_law,
 )
 
@@ -209,7 +209,7 @@ def test_processors_with_a_history_keep_the_law(rule, monkeypatch):
     def row(tokens):
         chain = Chain(Settings(**options), 4, prompt, {3})
         chain.extend(tokens)
-        return chain.distribution(np.log(laws[0](np.array([*prompt, *tokens]))).astype(np.float32))
+        return chain.distribution(np.log(laws[0](np.array([*prompt, *tokens]))))
 
     found = decode_law(laws, 4, 3, monkeypatch, prompt, **options)
     assert distance(found, target_law(row, 4, 3)) < TIGHT
@@ -231,7 +231,7 @@ def test_whole_runs_have_the_target_s_law(options, monkeypatch):
     prompt = [1, 2, 1, 2, 1]
     laws = target, mixed_law(target, other, 0.8)
     found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, **options)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3)) < TIGHT
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 3)) < TIGHT
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_seed_that_is_used_again_leaves_the_law_alone(rule, draft, prompt, mon
             decoder = Decoder(*(ToyEngine(each, 3) for each in laws), costs=FixedCosts(per_draft=0.05))
             return tuple(tuple(collect(decoder.decode([request]), 1)[0][0]) for _ in range(2))
 
-    one = target_law(rounded(target, prompt, power=2.0), 3, 2)
+    one = target_law(sharpened(target, prompt, power=2.0), 3, 2)
     assert distance(law(run), {(a, b): one[a] * one[b] for a in one for b in one}) < TIGHT
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -57,7 +59,7 @@ def test_only_short_rows_are_worked_out_before_somebody_asks() -> None:
     found = chain.distributions(rows, [1, 2, 3])
     assert found is not None and len(found) == 4
     for law, logits in zip(found, rows, strict=True):
-        np.testing.assert_allclose(law, chain.distribution(logits), rtol=1e-14)
+        np.testing.assert_allclose(law, chain.distribution(logits), rtol=3e-7)
     assert Chain(Settings(temperature=0.7), VOCAB, [], ()).distributions(np.stack([row(1.0)] * 4), [1, 2, 3]) is None
     for options in ({"presence_penalty": 0.5}, {"top_p": 0.9}, {"min_new_tokens": 2}):
         changed = Chain(Settings(temperature=0.7, **options), 50, [], {1})  # type: ignore[arg-type]
@@ -73,23 +75,27 @@ def test_the_nucleus_of_a_flat_row_is_exact(spread: float, top_p: float) -> None
     logits = row(spread)
     probs = Chain(Settings(temperature=1.0), VOCAB, [], ()).distribution(logits)
     kept = Chain(Settings(temperature=1.0, top_p=top_p), VOCAB, [], ()).distribution(logits) > 0
-    least, tight = probs[kept].min(), 1e-12
-    assert probs[kept].sum() >= top_p - tight
-    assert probs[kept].sum() - least * (probs == least).sum() < top_p + tight
+    least, tight = probs[kept].min(), 1e-6
+    mass = probs[kept].sum(dtype=np.float64)
+    assert mass >= top_p - tight
+    assert mass - least * (probs == least).sum() < top_p + tight
     assert kept.all() or probs[~kept].max() < least
 
 
-def test_a_binned_nucleus_is_the_sorted_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spread in (0.5, 3.0, 12.0):
-        scores = row(spread).astype(np.float64)
-        scores -= scores.max()
-        weights = np.exp(scores)
-        for top_p in (0.05, 0.5, 0.95):
-            with monkeypatch.context() as patch:
-                patch.setattr(nucleus, "_FEW", 0)
-                binned = nucleus.nucleus_edge(scores, weights, top_p)
-                patch.setattr(nucleus, "_FEW", VOCAB)
-                assert binned == nucleus.nucleus_edge(scores, weights, top_p)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 3.0, 6.0])
+def test_a_nucleus_that_was_looked_for_is_the_sorted_one(
+    spread: float, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few are looked at first, and wherever they say it should be."""
+    weights = np.exp(row(spread).astype(kind))
+    for few, top_p in itertools.product((2048, 300, 80), (1e-9, 0.05, 0.5, 0.9, 0.99, 0.9999)):
+        monkeypatch.setattr(nucleus, "_FEW", VOCAB)
+        whole = nucleus.nucleus_edge(weights, top_p)
+        monkeypatch.setattr(nucleus, "_FEW", few)
+        found = nucleus.nucleus_edge(weights, top_p)
+        near = weights[(weights >= min(found, whole)) & (weights < max(found, whole))]
+        assert near.sum() < 1e-6 * weights.sum(), "a sum in another order may end at the next weight"
 
 
 def test_rows_of_one_round_keep_their_numbers() -> None:
@@ -101,11 +107,11 @@ def test_rows_of_one_round_keep_their_numbers() -> None:
     del law
     places = {law.ctypes.data for law in laws}
     laws.clear()
-    assert len(places) == 3 and buffers.empty(VOCAB).ctypes.data in places
+    assert len(places) == 3 and buffers.empty(VOCAB, np.float32).ctypes.data in places
 
 
 def test_masses_are_the_law_up_to_a_factor() -> None:
     for options in ({}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}):
         chain = Chain(Settings(temperature=0.9, **options), VOCAB, [], ())  # type: ignore[arg-type]
         masses = chain.masses(row(2.0))
-        assert np.array_equal(masses / masses.sum(), chain.distribution(row(2.0)))
+        np.testing.assert_allclose(masses / masses.sum(), chain.distribution(row(2.0)), rtol=3e-7)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import click
 import numpy as np
 import pytest
-from support_runtime import Branches, Coin, collect, decode_law, distance, law, rounded, target_law, toy_pair
+from support_runtime import Branches, Coin, collect, decode_law, distance, law, sharpened, target_law, toy_pair
 from test_laws import rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
@@ -126,7 +126,7 @@ def whole_run(monkeypatch, **options):
             reports.append(event.stats.distance)
 
     found = decode_law(laws, 3, 1, monkeypatch, prompt, watch, temperature=0.5, draft_length=1, **options)
-    return distance(found, target_law(rounded(target, prompt, power=2.0), 3, 1)), set(reports)
+    return distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 1)), set(reports)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_whole_runs_report_the_distance_of_their_law(options, draft, monkeypatch
         laws, 3, 2, monkeypatch, prompt, reports.append, temperature=0.5, draft_length=1, draft=draft, **options
     )
     first = np.array([sum(chance for tokens, chance in joint.items() if tokens[0] == token) for token in range(3)])
-    truth = rounded(target, prompt, power=2.0)(())
+    truth = sharpened(target, prompt, power=2.0)(())
     exact = 0.5 * float(np.abs(first - truth).sum())
     shifts = [event.stats.shift for event in reports if event.stats is not None]
     assert shifts == pytest.approx([exact] * len(shifts), abs=1e-9)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import test_laws
-from support_runtime import collect, decode_law, distance, rounded, target_law, toy_pair
+from support_runtime import collect, decode_law, distance, sharpened, target_law, toy_pair
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import LeadoutError
@@ -28,7 +28,7 @@ def laws_hold(monkeypatch, **options):
     target = table_law(3, seed=4)
     pair = target, mixed_law(target, table_law(3, seed=5), 0.8)
     found = decode_law(pair, 3, 3, monkeypatch, PROMPT, temperature=0.5, draft_length=2, **options)
-    assert distance(found, target_law(rounded(target, PROMPT, power=2.0), 3, 3)) < 1e-12
+    assert distance(found, target_law(sharpened(target, PROMPT, power=2.0), 3, 3)) < 1e-12
 
 
 def rejection_holds(monkeypatch):
@@ -139,11 +139,11 @@ def memory_has_one_owner(monkeypatch):
     """An array keeps its memory for as long as a view of it lives."""
     size = 20_011  # of nobody else: the mutant leaves memory that is in the stock twice
     del monkeypatch
-    first = [buffers.empty(size) for _ in range(3)]
+    first = [buffers.empty(size, np.float32) for _ in range(3)]
     view = first.pop()[5:9]
     view[:] = 7.0
     first.clear()
-    again = [buffers.empty(size) for _ in range(4)]
+    again = [buffers.empty(size, np.float32) for _ in range(4)]
     for number, array in enumerate(again):
         array[:] = number
     assert (view == 7.0).all() and [array[0] for array in again] == [0, 1, 2, 3]
@@ -237,10 +237,10 @@ MUTANTS = [
         "draw(rest)",
         "draw(row)",
     ),
-    Mutant("abs() residual", verify, "excess", "np.maximum(rest, 0.0, out=rest)", "np.abs(rest)"),
     Mutant(
-        "residual of the wrong way round", verify, "excess", "np.maximum(rest, 0.0, out=rest)", "np.maximum(-rest, 0.0)"
+        "abs() residual", verify, "excess", "np.maximum(scaled, q, out=rest)", "np.add(abs(scaled - q), q, out=rest)"
     ),
+    Mutant("residual of the wrong way round", verify, "excess", "rest -= q", "rest -= scaled"),
     Mutant(
         "residual from the next row",
         verify,
@@ -271,9 +271,9 @@ MUTANTS = [
     ),
     Mutant("block: what was hardly reached counts in full", verify, "block", "(before, weight)", "(1.0, weight)"),
     Mutant("block: the prefix before it is kept", verify, "block", "(before, weight)", "(before, before)"),
-    Mutant("the coin's side is half expected", verify, "rejection", "float(chance / given)", "float(chance)"),
+    Mutant("the coin's side is half expected", verify, "rejection", "else chance / given", "else chance"),
     Mutant("q not as sampled", sampling.Sampler, "propose", "token, q", "token, (q**2) / (q**2).sum()"),
-    Mutant("q not normalised", sampling.Sampler, "propose", "q /= total", "q /= 2 * total"),
+    Mutant("q not normalised", sampling.Sampler, "propose", "1.0 / total", "0.5 / total"),
     Mutant(
         "q of the logits without the chain",
         model_drafter.ModelDrafter,
@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant(
         "min_new_tokens off by one where nothing else changes logits",
         sampling.Chain,
-        "looks_at_ids",
+        "_adds",
         "< self.settings.min_new_tokens",
         "< self.settings.min_new_tokens - 1",
     ),
@@ -389,7 +389,7 @@ MUTANTS = [
     Mutant("a round of the generator is lost", noise.Noise, "_block", "in self._keys", "in self._keys[:9]"),
     Mutant("coins come again after four", noise.Noise, "uniforms", "self._four(place,", "self._four(1,"),
     Mutant("a round's coins are one", noise.Noise, "_toss", "position, each) for", "position, purpose) for"),
-    Mutant("memory is lent twice", buffers, "empty", "_stock[size].pop()", "_stock[size][-1]"),
+    Mutant("memory is lent twice", buffers, "empty", "_stock[length].pop()", "_stock[length][-1]"),
     Mutant("laws not normalised", sampling.Chain, "distributions", "probs /= np", "probs *= np"),
     Mutant("laws without the temperature", sampling.Chain, "distributions", "scores /= self", "0 / self"),
     Mutant("laws of rows on end", sampling.Chain, "distributions", "list(probs)", "list(probs[::-1])"),

@@ -150,8 +150,8 @@ CHECKS = [failing(check) for check in CHECKS]
 G, C = grammar.Grammar, sampling.Chain
 
 MUTANTS = [
-    Mutant("rows after a draft are as before it", C, "masses", "within(logits, drafted)", "within(logits, ())"),
-    Mutant("a row with penalties is free", C, "_penalised", "self.grammar is None", "True"),
+    Mutant("rows after a draft are as before it", C, "_allowed", "within(logits, drafted)", "within(logits, ())"),
+    Mutant("a row with penalties is free", C, "_penalised", "self._allowed(logits, drafted)", "np.asarray(logits)"),
     Mutant("the likeliest is taken unasked", C, "_best_allowed", "grammar.allows(token, drafted)", "True"),
     Mutant("the likeliest is asked for elsewhere", C, "_best_allowed", "allows(token, drafted)", "allows(token, ())"),
     Mutant("a long row is not asked", sampling.Sampler, "choose", "grammar.allows(token, drafted)", "True"),

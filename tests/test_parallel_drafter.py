@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support_runtime import FixedCosts, collect, decode_law, distance, parallel, rounded, target_law, toy_pair
+from support_runtime import FixedCosts, collect, decode_law, distance, parallel, sharpened, target_law, toy_pair
 from test_mutants import Mutant, must_die
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
@@ -235,7 +235,7 @@ def test_the_law_is_the_target_s(rule, length, monkeypatch):
     draft = lambda context: mixed_law(target, behind, 0.5)(context) if 3 not in context else behind(context)  # noqa: E731
     prompt, options = [1, 2], {"temperature": 0.5, "rule": rule, "draft": "model", "draft_length": length}
     found = decode_law((target, draft), 3, 3, monkeypatch, prompt, mask_token=3, **options)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3)) < 1e-12
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 3)) < 1e-12
     assert np.isclose(sum(found.values()), 1.0)
 
 

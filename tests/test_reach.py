@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from support_runtime import FixedCosts, collect, decode_law, distance, rounded, target_law, toy_pair
+from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 from test_mutants import Mutant, must_die
 from test_policy import costs
 
@@ -256,5 +256,5 @@ def test_a_draft_that_knows_little_leaves_the_law_alone(rule, monkeypatch):
     target, other = table_law(3, seed=4), table_law(3, seed=5)
     prompt, laws = [1, 2, 1, 2, 1], (target, mixed_law(target, other, 0.8))
     found = decode_law(laws, 3, 3, monkeypatch, prompt, temperature=0.5, rule=rule, draft="model", draft_length=2)
-    assert distance(found, target_law(rounded(target, prompt, power=2.0), 3, 3)) < 1e-12
+    assert distance(found, target_law(sharpened(target, prompt, power=2.0), 3, 3)) < 1e-12
     assert np.isclose(sum(found.values()), 1.0)

@@ -19,7 +19,7 @@ from support_runtime import (
     distance,
     draw_with_coins,
     law,
-    rounded,
+    sharpened,
     target_law,
     toy_pair,
 )
@@ -210,7 +210,7 @@ def test_two_answers_that_draft_from_each_other_are_independent_draws_from_the_l
         proposed.update(name for stats in last for name in stats.by_drafter)
         return tuple(itertools.chain(*texts))
 
-    one = target_law(rounded(target, prompt, power=2.0), 2, count)
+    one = target_law(sharpened(target, prompt, power=2.0), 2, count)
     both = {(*a, *b): one[a] * one[b] for a in one for b in one}
     assert distance(law(run), both) < 1e-12
     assert proposed["siblings"] > 10 and (draft == "siblings" or proposed["model"] > 10), proposed

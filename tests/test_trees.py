@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from support_runtime import Branches, Coin, collect, decode_law, distance, law, rounded, target_law, toy_pair
+from support_runtime import Branches, Coin, collect, decode_law, distance, law, sharpened, target_law, toy_pair
 from test_laws import rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
@@ -174,7 +174,7 @@ PROMPT = [1, 2, 1, 2, 1]
 def test_whole_runs_have_the_target_s_law(options, monkeypatch):
     """Decoder, tree drafter, both caches and their compaction over several rounds: three tokens, every branch."""
     found = decode_law(LAWS, 3, 3, monkeypatch, PROMPT, temperature=0.5, rule="rejection", **options)
-    truth = rounded(LAWS[0], PROMPT, power=2.0)
+    truth = sharpened(LAWS[0], PROMPT, power=2.0)
 
     def row(tokens):
         law_ = truth(tokens)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-_LARGE = 1 << 14  # numbers: below this an allocator keeps memory itself
+_LARGE = 1 << 16  # bytes: below this an allocator keeps memory itself
 _KEPT = 32  # arrays of a size, beyond which memory is let go of
 
-_stock: dict[int, list[NDArray[np.float64]]] = {}
+_stock: dict[int, list[NDArray[np.uint8]]] = {}
 
 
 class _Loan:
@@ -22,28 +22,27 @@ class _Loan:
 
     __slots__ = ("__array_interface__", "_memory")
 
-    def __init__(self, memory: NDArray[np.float64]) -> None:
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
-    def __del__(self, stock: dict[int, list[NDArray[np.float64]]] = _stock, kept: int = _KEPT) -> None:
+    def __del__(self, stock: dict[int, list[NDArray[np.uint8]]] = _stock, kept: int = _KEPT) -> None:
         if len(same := stock.setdefault(self._memory.size, [])) < kept:  # bound: at exit a module has no names left
             same.append(self._memory)
 
 
-def empty(size: int) -> NDArray[np.float64]:
-    """``np.empty(size)``: the numbers are anything. Safe from several threads."""
-    if size < _LARGE:
-        return np.empty(size)
+def empty(size: int, dtype: DTypeLike) -> NDArray[Any]:
+    """``np.empty(size, dtype)``: the numbers are anything. Safe from several threads."""
+    length = size * np.dtype(dtype).itemsize
+    if length < _LARGE:
+        return np.empty(size, dtype)
     try:
-        memory = _stock[size].pop()
+        memory = _stock[length].pop()
     except (KeyError, IndexError):
-        memory = np.empty(size)
-    return np.asarray(_Loan(memory))
+        memory = np.empty(length, np.uint8)
+    return np.asarray(_Loan(memory)).view(dtype)
 
 
-def narrow(size: int) -> NDArray[np.float32]:
-    """The same in float32."""
-    if size < _LARGE:
-        return np.empty(size, np.float32)
-    return empty((size + 1) // 2).view(np.float32)[:size]
+def like(row: NDArray[Any]) -> NDArray[Any]:
+    """The same of the size and kind of ``row``."""
+    return empty(row.size, row.dtype)

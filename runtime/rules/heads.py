@@ -12,7 +12,7 @@ from ...engines.base import LogitArray, LogitRow, Tokens
 from ...errors import EngineError, LeadoutError, UsageError
 from .noise import gumbel
 
-_SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + its size
+_SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + the sizes of it and of what it is measured from
 
 
 def winner(ids: Tokens, tops: LogitArray, temperature: float, noise: NDArray[np.float64]) -> int | None:
@@ -23,7 +23,7 @@ def winner(ids: Tokens, tops: LogitArray, temperature: float, noise: NDArray[np.
     [vocab_size]. To the bit what the whole row says: the same operations on the same numbers, and rounding is monotone,
     so that no token outside the head exceeds (the head's last logit) + (the largest noise outside).
     """
-    scores = (tops.astype(np.float64) - float(tops[0])) / temperature
+    scores = ((tops - tops[0]) / temperature).astype(np.float64)
     outside = noise.copy()
     outside[ids] = -np.inf
     bound = scores[-1] + outside.max()
@@ -42,22 +42,23 @@ def loudest(row: LogitArray, temperature: float, uniforms: NDArray[np.float64], 
     their noise is worked out. Raises EngineError where the largest logit is not finite.
     """
     first = int(row.argmax())
-    top = float(row[first])
+    top = row.item(first)
     if not math.isfinite(top):
         raise not_finite()
-
-    def lifted(ids: Tokens) -> NDArray[np.float64]:
-        scores = row[ids].astype(np.float64) - top
-        scores /= temperature
-        return scores + gumbel(uniforms[ids])
-
-    reach = float(lifted(np.array([first, peak])).max())
-    lowest = top + temperature * (reach - float(gumbel(uniforms[[peak]])[0]))
+    loudest_noise, score = _gumbel(uniforms.item(peak)), (row.item(peak) - top) / temperature
+    reach = max(_gumbel(uniforms.item(first)), score + loudest_noise - _SLACK * abs(score))
+    lowest = top + temperature * (reach - loudest_noise)
     quietest = math.exp(-math.exp(-reach)) if reach > -700.0 else 0.0
-    candidates = row >= np.float32(lowest - _SLACK * (1.0 + abs(lowest)))
+    candidates = row >= np.float32(lowest - _SLACK * (1.0 + abs(lowest) + abs(top)))
     candidates &= uniforms >= quietest - _SLACK * _SLACK
-    ids = np.flatnonzero(candidates)
-    return int(ids[lifted(ids).argmax()])
+    ids = candidates.nonzero()[0]
+    lifted = (row[ids] - top) / temperature + gumbel(uniforms[ids])
+    return int(ids[lifted.argmax()])
+
+
+def _gumbel(uniform: float) -> float:
+    """``gumbel`` of one."""
+    return -math.log(-math.log(uniform)) if uniform > 0.0 else -math.inf
 
 
 def not_finite() -> EngineError:

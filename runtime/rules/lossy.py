@@ -53,10 +53,10 @@ def relaxed(
     distances: list[float] = []
     for i, drafted in enumerate(x):
         row = p(i)
-        proposal = _one_hot(drafted, row.size) if q is None else q[i]
+        proposal = _one_hot(drafted, row) if q is None else q[i]
         kept = mass(row, proposal)
         distances.append(float(excess(kept, row).sum()))
-        if not uniforms[i] * proposal[drafted] < kept[drafted]:
+        if not uniforms[i] * proposal.item(drafted) < kept.item(drafted):
             return Verdict(i, draw(residual(row, kept)), i + 1, tuple(distances))
     return Verdict(len(x), draw(p(len(x))), len(x), (*distances, 0.0))
 
@@ -76,7 +76,7 @@ def lenient_greedy(
     return Verdict(len(x), best(len(x)), len(x), (*distances, 0.0))
 
 
-def _one_hot(token: int, size: int) -> Probs:
-    q = np.zeros(size)
+def _one_hot(token: int, p: Probs) -> Probs:
+    q = np.zeros_like(p)
     q[token] = 1.0
     return q

@@ -75,7 +75,7 @@ class Noise:
             return known
         if len(self._raws) >= _REMEMBERED:
             self._raws.clear()
-        uniforms = buffers.empty(size)
+        uniforms = buffers.empty(size, np.float64)
         self._many(position, Purpose.GUMBEL, uniforms)
         known = self._raws[position, size] = uniforms, int(uniforms.argmax())
         return known
@@ -124,7 +124,7 @@ def gumbel(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:
     if not uniforms[uniforms.argmin()]:
         with np.errstate(divide="ignore"):
             return -np.log(-np.log(uniforms))
-    noise = np.log(uniforms, out=buffers.empty(uniforms.size))
+    noise = np.log(uniforms, out=buffers.like(uniforms))
     np.negative(noise, out=noise)
     np.log(noise, out=noise)
     np.negative(noise, out=noise)

@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from . import buffers
+Row = NDArray[np.floating[Any]]
 
-_FEW = 2048  # numbers that are sorted sooner than binned
-_BINS, _PER_NAT = 4096, 128.0
+_FEW = 2048  # numbers that are sorted; of more, about as many are looked at first
+_MARGIN = 32  # of these, how far from where the edge seems to be it may lie: two to three standard deviations
 
 
-def nucleus_edge(scores: NDArray[np.float64], weights: NDArray[np.float64], top_p: float) -> float:
-    """The least weight of the smallest set of the largest weights whose mass reaches ``top_p`` of all.
+def nucleus_edge(weights: Row, top_p: float) -> float:
+    """The least weight of the smallest set of the largest ``weights`` [V] whose mass reaches ``top_p`` of all.
 
-    ``scores`` are log weights, float64 [V], the largest 0. Tokens lighter than (1 - top_p) / V of the mass weigh less
-    than 1 - top_p together, so the edge lies among the others. Where these are few they are sorted; else a histogram
-    of their scores says in which of its bins the edge lies, and that one is.
+    Tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together: the edge lies among the others.
     """
-    total = float(weights.sum())
-    wanted, least = top_p * total, (1.0 - top_p) * total / weights.size
-    heavy = weights >= least
-    if int(np.count_nonzero(heavy)) <= _FEW:
-        return _edge(weights[heavy], 0.0, wanted)
-    bins = buffers.empty(scores.size)
-    np.multiply(scores, -_PER_NAT, out=bins)
-    np.minimum(bins, _BINS - 1, out=bins)
-    places = buffers.empty(scores.size).view(np.int64)
-    np.copyto(places, bins, casting="unsafe")
-    masses = np.bincount(places, weights, _BINS).cumsum()
-    place = int(masses.searchsorted(wanted))
-    if place >= _BINS - 1:  # where all that is lighter shares a bin
-        return _edge(weights[heavy], 0.0, wanted)
-    return _edge(weights[places == place], float(masses[place - 1]) if place else 0.0, wanted)
+    mass = float(np.add.reduce(weights))
+    heavy = weights >= (1.0 - top_p) * mass / weights.size
+    few = np.count_nonzero(heavy) <= _FEW
+    return _edge(weights[heavy] if few else weights, mass, top_p * mass)
 
 
-def _edge(weights: NDArray[np.float64], above: float, wanted: float) -> float:
-    """The weight, of these from the largest on, that brings the mass ``above`` them up to ``wanted``."""
+def _edge(weights: Row, mass: float, wanted: float) -> float:
+    """The weight, of these from the largest on, that brings their mass up to ``wanted``. ``mass`` is that of all.
+
+    A sample of them says between which two weights it should be found. Those between them are all that is left to be
+    looked at; where it is not there, those above or those below.
+    """
+    while weights.size > _FEW:
+        sample = np.sort(weights[:: weights.size // _FEW])[::-1]
+        reached = sample.cumsum(dtype=np.float64)
+        place = int(reached.searchsorted(wanted / mass * reached[-1]))
+        high, low = sample[max(place - _MARGIN, 0)], sample[min(place + _MARGIN, sample.size - 1)]
+        above = weights > high
+        weight_above = float(np.add.reduce(weights * above))
+        if weight_above >= wanted:
+            weights, mass = weights[above], weight_above
+            continue
+        between = weights[(weights >= low) ^ above]
+        weight_between = float(np.add.reduce(between))
+        wanted -= weight_above
+        if weight_between < wanted:
+            weights, mass = weights[weights < low], mass - weight_above - weight_between
+            wanted -= weight_between
+        elif high == low:
+            return float(high)
+        else:
+            weights, mass = between, weight_between
     ordered = np.sort(weights)[::-1]
-    reached = int((ordered.cumsum() + above).searchsorted(wanted))
+    reached = int(ordered.cumsum(dtype=np.float64).searchsorted(wanted))
     return float(ordered[min(reached, ordered.size - 1)])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engines.base import LogitArray, LogitRow, Logits, Tops
+from ...engines.base import LogitRow, Logits, Tops
 from ..grammar import Grammar
 from ..settings import Rule, Settings
 from ..vocabulary import MappedRow
@@ -19,8 +19,10 @@ from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
 from .nucleus import nucleus_edge
 
-Probs = NDArray[np.float64]
+Scores = NDArray[np.floating[Any]]
+Probs = NDArray[np.floating[Any]]
 
+_LOW, _HIGH = -20.0, 60.0  # logits between which the largest is raised to a power of e as it is, with none lost
 _BLOCK = 64  # weights that are added up together when one token is drawn
 _starts: dict[int, NDArray[np.intp]] = {}
 
@@ -41,6 +43,9 @@ class Chain:
     A token exactly as likely as the last one kept by 6, 7 or 8 is kept too, so that the result does not depend on the
     order of ids. At temperature 0 only 1-4 apply. ``drafted`` is always what the draft put between the committed
     text and the position of the row: penalties and the grammar see it.
+
+    What comes of logits is of their dtype, and as exact as they are: float32 of an engine that computes. (In float64,
+    to which a model's laws mean nothing, a row of 151,936 tokens takes twice the time.)
     """
 
     def __init__(
@@ -60,10 +65,8 @@ class Chain:
         self._counts_tokens = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
         self._seen = np.zeros(vocab_size if self._repeats else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._counts_tokens else 0, np.float64)
-        self._cuts = settings.top_p < 1.0 or settings.min_p > 0.0
-        self._whole = not (self._cuts or settings.top_k > 0)
+        self._whole = settings.top_p == 1.0 and settings.min_p == 0.0 and settings.top_k == 0
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
-        self._free = self._raw and grammar is None
         if self._repeats:
             self._seen[list(prompt)] = True
 
@@ -91,11 +94,15 @@ class Chain:
 
     def is_bare(self, drafted: Sequence[int]) -> bool:
         """The same, but for the grammar."""
-        return self._whole and self._raw and self.generated + len(drafted) >= self.settings.min_new_tokens
+        return self._whole and not self._adds(drafted)
 
     def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
         """Whether any processor treats tokens differently by their ids at this position."""
-        return not self._free or self.generated + len(drafted) < self.settings.min_new_tokens
+        return self.grammar is not None or self._adds(drafted)
+
+    def _adds(self, drafted: Sequence[int]) -> bool:
+        """Whether processors 1-4 do anything at this position."""
+        return not self._raw or self.generated + len(drafted) < self.settings.min_new_tokens
 
     def best(self, logits: LogitRow, drafted: Sequence[int] = ()) -> int:
         """The greedy token: the lowest id among the most likely after processors 1-4."""
@@ -121,33 +128,33 @@ class Chain:
         return token if grammar.allows(token, drafted) else int(grammar.within(logits, drafted).argmax())
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p / max p after processors 1-4, float64 [V]: the law before any temperature."""
-        return exponentials(self._from_top(logits, drafted))
+        """p / max p after processors 1-4 [V]: the law before any temperature."""
+        return _exponentials(self._from_top(logits, drafted))
 
-    def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """log p up to a constant, float64 [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
+    def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Scores:
+        """log p up to a constant [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
         scores = self._tempered(logits, drafted)
-        if self._cuts:
-            np.putmask(scores, self._weigh(scores) == 0.0, -math.inf)
-        return scores
+        if self._whole:
+            return scores
+        weights = self._cut(scores, np.exp(scores, out=buffers.like(scores)))
+        return np.where(weights > 0.0, scores, -math.inf)
 
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p up to a factor, float64 [V]. Needs temperature > 0."""
-        if not self.is_plain(drafted):
-            if self.grammar is None or not self.is_bare(drafted):
-                scores = self._tempered(logits, drafted)
-                return self._weigh(scores) if self._cuts else exponentials(scores)
-            logits = self.grammar.within(logits, drafted)
-        row, top = self._finite(logits)
-        scores = np.subtract(row, top, out=buffers.narrow(row.size))
-        if self.settings.temperature != 1.0:
-            scores /= self.settings.temperature
-        return exponentials(scores)
+        """p up to a factor [V]. Needs temperature > 0."""
+        if self.settings.temperature == 1.0 and self.is_bare(drafted):
+            row = self._allowed(logits, drafted)
+            if _LOW < row.item(row.argmax()) < _HIGH:
+                powers: Probs = np.exp(row, out=buffers.like(row))
+                return powers
+        scores = self._tempered(logits, drafted)
+        if self._whole:
+            return _exponentials(scores)
+        return self._cut(scores, np.exp(scores, out=buffers.like(scores)))
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p, float64 [V], summing to 1. Needs temperature > 0."""
+        """p [V], summing to 1. Needs temperature > 0."""
         probs = self.masses(logits, drafted)
-        probs /= np.add.reduce(probs)
+        probs *= 1.0 / float(np.add.reduce(probs))
         return probs
 
     def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs] | None:
@@ -163,59 +170,45 @@ class Chain:
         scores = rows - tops
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
-        probs: Probs = np.exp(scores, out=scores).astype(np.float64)
+        probs: Probs = np.exp(scores, out=scores)
         probs /= np.add.reduce(probs, axis=1, keepdims=True)
         return list(probs)
 
-    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
-        """Up to top_k."""
+    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
+        """Up to the temperature."""
         scores = self._from_top(logits, drafted)
-        settings = self.settings
-        if settings.temperature != 1.0:
-            scores /= settings.temperature
-        if 0 < settings.top_k < scores.size:
-            edge = np.partition(scores, -settings.top_k)[-settings.top_k]
-            np.putmask(scores, scores < edge, -math.inf)
+        if self.settings.temperature != 1.0:
+            scores /= self.settings.temperature
         return scores
 
-    def _weigh(self, scores: Probs) -> Probs:
-        """p up to a factor from what ``_tempered`` says."""
+    def _cut(self, scores: Scores, weights: Probs) -> Probs:
+        """``weights``, e^scores, without what top_k, top_p and min_p leave out. They are multiplied by masks: where
+        those are as random as here, whatever branches takes ten times as long."""
         settings = self.settings
-        weights = exponentials(scores)
+        if 0 < settings.top_k < scores.size:
+            weights *= scores >= np.partition(scores, -settings.top_k)[-settings.top_k]
         if settings.top_p < 1.0:
-            weights *= weights >= nucleus_edge(scores, weights, settings.top_p)  # a mask as random as this: no branches
+            weights *= weights >= nucleus_edge(weights, settings.top_p)
         if settings.min_p > 0.0:
-            np.putmask(weights, scores < math.log(settings.min_p), 0.0)
+            weights *= scores >= math.log(settings.min_p)
         return weights
 
-    def _from_top(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
+    def _from_top(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
         """After processors 1-4, less the largest. As few calls as can be: after a step of the target each one finds
-        nothing in the cache, and takes ten times as long as in a loop."""
-        if self.looks_at_ids(drafted):
-            scores = self._penalised(logits, drafted)
-            top = float(scores[scores.argmax()])
-            if not math.isfinite(top):
-                raise nothing_left(logits)
-            scores -= top
-            return scores
-        row, top = self._finite(logits)
-        scores = buffers.empty(row.size)
+        nothing in the cache, and takes ten times as long as in a loop. (``max`` is slower to begin than ``argmax``.)"""
+        scores = self._penalised(logits, drafted) if self._adds(drafted) else self._allowed(logits, drafted)
+        if not math.isfinite(top := float(scores[scores.argmax()])):
+            raise nothing_left(logits)
+        below: Scores = np.subtract(scores, top, out=buffers.like(scores))
+        return below
+
+    def _allowed(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
+        return np.asarray(logits if self.grammar is None else self.grammar.within(logits, drafted))
+
+    def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
+        row = self._allowed(logits, drafted)
+        scores = buffers.like(row)
         scores[:] = row
-        scores -= top
-        return scores
-
-    @staticmethod
-    def _finite(logits: LogitRow) -> tuple[LogitArray, float]:
-        """The row, and its largest. (In numpy ``max`` is slower to begin than ``argmax``, and so is arithmetic that
-        converts.)"""
-        row = np.asarray(logits)
-        if not math.isfinite(top := float(row[row.argmax()])):
-            raise not_finite()
-        return row, top
-
-    def _penalised(self, logits: LogitRow, drafted: Sequence[int]) -> Probs:
-        scores = buffers.empty(logits.size)
-        scores[:] = logits if self.grammar is None else self.grammar.within(logits, drafted)
         settings = self.settings
         if self.generated + len(drafted) < settings.min_new_tokens:
             scores[self._ends] = -math.inf
@@ -268,11 +261,10 @@ class Sampler:
             return None
         return winner(*tops, self.chain.settings.temperature, self.noise.gumbel(position, size))
 
-    def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> Probs:
+    def noisy(self, logits: LogitRow, drafted: Sequence[int], position: int) -> NDArray[np.float64]:
         """What ``coupled`` takes the largest of, float64 [V]."""
-        scores = self.chain.scores(logits, drafted)
-        scores += self.noise.gumbel(position, scores.size)
-        return scores
+        noise = self.noise.gumbel(position, logits.size)
+        return np.add(self.chain.scores(logits, drafted), noise, dtype=np.float64)
 
     def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
@@ -283,33 +275,24 @@ class Sampler:
             return self.choose(logits, drafted, start + len(drafted)), None
         q = self.chain.masses(logits, drafted)
         token, total = draw_and_sum(q, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])
-        q /= total
+        q *= 1.0 / total
         return token, q
 
     def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
         if self.rule == "coupled":
-            scores = self.chain.scores(row.kept, drafted)
-            scores += self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
+            noise = self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
+            scores = self.chain.scores(row.kept, drafted) + noise
             return int(row.ids[scores.argmax()]), None
         law = self.chain.distribution(row.kept, drafted)
-        q = np.zeros(row.size)
+        q = np.zeros(row.size, law.dtype)
         q[row.ids] = law
         return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
 
 
-def exponentials(scores: NDArray[Any]) -> Probs:
-    """e^scores, float64 [V], each to the precision of float32, which is that of logits: without AVX-512 numpy takes a
-    fourth of the time for them. What is made of them is added up and divided in float64. Scores in float32 are
-    overwritten."""
-    narrow = scores
-    if scores.dtype != np.float32:
-        narrow = buffers.narrow(scores.size)
-        narrow[:] = scores
-    np.exp(narrow, out=narrow)
-    weights = buffers.empty(scores.size)
-    weights[:] = narrow
-    return weights
+def _exponentials(scores: Scores) -> Probs:
+    """e^scores, in their place."""
+    return np.exp(scores, out=scores)
 
 
 def draw(law: Probs, uniform: float) -> int:
@@ -324,12 +307,12 @@ def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
     """``draw``, and the total. Summed in blocks: one by one, the numbers wait for each other."""
     if (starts := _starts.get(law.size)) is None:
         starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
-    upto = np.add.reduceat(law, starts).cumsum()
+    upto = np.add.reduceat(law, starts).cumsum(dtype=np.float64)
     total = float(upto[-1])
     wanted = uniform * total
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
     first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
-    sums = law[first : first + _BLOCK].cumsum()
+    sums = law[first : first + _BLOCK].cumsum(dtype=np.float64)
     sums += before
     place = int(sums.searchsorted(wanted, side="right"))
     return first + place if place < sums.size else int(np.flatnonzero(law[: first + _BLOCK])[-1]), total

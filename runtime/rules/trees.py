@@ -74,7 +74,7 @@ def recursive_rejection(
     while below := children(parents, node):
         left, law, accepted = p(node), q(node), None
         for n in below:
-            if uniforms[n] * law[x[n]] < left[x[n]]:
+            if uniforms[n] * law.item(x[n]) < left.item(x[n]):
                 accepted = n
                 break
             left = residual(left, law)

@@ -73,8 +73,8 @@ def rejection(
     expected: list[tuple[float, float]] = []
     for i, drafted in enumerate(x):
         row = p(i)
-        chance, given = row[drafted], 1.0 if q is None else q[i][drafted]
-        expected.append((1.0, 1.0 if chance >= given else float(chance / given)))
+        chance, given = row.item(drafted), 1.0 if q is None else q[i].item(drafted)
+        expected.append((1.0, 1.0 if chance >= given else chance / given))
         if not uniforms[i] * given < chance:
             rest = without(row, drafted) if q is None else residual(row, q[i])
             return Verdict(i, draw(rest), i + 1, expected=expected)
@@ -93,7 +93,7 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
     weight, row = 1.0, p(0)
     accepted, kept, after = 0, weight, row  # how many, their b_i, and p_i behind them
     for i, drafted in enumerate(x, start=1):
-        before, weight = weight, min(1.0, weight * float(row[drafted] / q[i - 1][drafted]))
+        before, weight = weight, min(1.0, weight * row.item(drafted) / q[i - 1].item(drafted))
         expected.append((before, weight))
         if weight == 0.0:
             break  # and stays 0: no longer prefix can be kept
@@ -114,15 +114,13 @@ def block_threshold(weight: float, p: Probs, q: Probs) -> float:
 
 
 def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
-    """max(weight p - q, 0), unnormalised."""
-    rest = buffers.empty(p.size)
-    if weight == 1.0:
-        np.subtract(p, q, out=rest)
-    else:
-        np.multiply(p, weight, out=rest)
-        rest -= q
-    positive: Probs = np.maximum(rest, 0.0, out=rest)
-    return positive
+    """max(weight p - q, 0), unnormalised; as max(weight p, q) - q, for numpy compares with a number three times as long
+    as with another array."""
+    rest = buffers.like(p)
+    scaled = p if weight == 1.0 else np.multiply(p, weight, out=rest)
+    np.maximum(scaled, q, out=rest)
+    rest -= q
+    return rest
 
 
 def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
@@ -133,7 +131,7 @@ def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
 
 def without(p: Probs, token: int) -> Probs:
     """p with ``token`` struck out, unnormalised; p itself where nothing is left."""
-    rest = buffers.empty(p.size)
+    rest = buffers.like(p)
     rest[:] = p
     rest[token] = 0.0
     return rest if rest[rest.argmax()] else p
