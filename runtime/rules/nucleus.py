@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import buffers
+
 Row = NDArray[np.floating[Any]]
 
 _FEW = 2048  # numbers that are sorted; of more, about as many are looked at first
@@ -36,7 +38,7 @@ def _edge(weights: Row, mass: float, wanted: float) -> float:
         place = int(reached.searchsorted(wanted / mass * reached[-1]))
         high, low = sample[max(place - _MARGIN, 0)], sample[min(place + _MARGIN, sample.size - 1)]
         above = weights > high
-        weight_above = float(np.add.reduce(weights * above))
+        weight_above = float(np.add.reduce(np.multiply(weights, above, out=buffers.like(weights))))
         if weight_above >= wanted:
             weights, mass = weights[above], weight_above
             continue
