@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--draft", default="model")
+    parser.add_argument("--provider", default="cpu", help="where to run")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
     parser.add_argument("--json", type=Path, help="write the result to this file")
@@ -41,7 +42,7 @@ def main() -> None:
     options.plain = None
     result = {}
     with ExitStack() as stack:
-        pair = stack.enter_context(leadout.load(options.bundle, threads=options.threads))
+        pair = stack.enter_context(leadout.load(options.bundle, provider=options.provider, threads=options.threads))
         if options.priced:
             options.plain = stack.enter_context(priced(pair, None, options.priced))
         for kind, prompts in prompts_of(pair, options).items():

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--provider", default="cpu", help="where to run")
     parser.add_argument("--useless", action="store_true", help="with a draft model that says noise")
     parser.add_argument("--no-exact", action="store_true", help="without the price of exactness")
     parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
@@ -69,7 +70,8 @@ def main() -> None:
     below = [cell for cell in cells if cell["speedup"] < LIMIT]
     print(f"{len(cells)} cells, {len(below)} below {LIMIT}; the least {min(cell['speedup'] for cell in cells):.2f}")
     if options.json:
-        how = {"useless": options.useless, "exact": not options.no_exact, "priced": options.priced}
+        how = {"provider": options.provider, "useless": options.useless}
+        how |= {"exact": not options.no_exact, "priced": options.priced}
         result = how | {"cells": cells} | surroundings()
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if below else 0)
@@ -79,8 +81,8 @@ def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One cell after the other."""
     kinds = defaultdict(list)
     with ExitStack() as stack:
-        pair = stack.enter_context(leadout.load(bundle, exact=not options.no_exact))
-        plain = stack.enter_context(bare_target(pair, "cpu", None, "auto"))
+        pair = stack.enter_context(leadout.load(bundle, provider=options.provider, exact=not options.no_exact))
+        plain = stack.enter_context(bare_target(pair, options.provider, None, "auto"))
         if options.priced:
             plain = stack.enter_context(priced(pair, plain, options.priced))
         if options.useless and pair.draft is not None:
