@@ -206,6 +206,15 @@ class KeepingEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class RecordingEngine(Engine, Protocol):
+    """An engine that makes something of the first step of a shape which later ones of it use (a CUDA graph): that takes
+    as long as many of them."""
+
+    recording: float | None
+    """Seconds that this took so far, beyond the steps themselves. None where nothing is made."""
+
+
+@runtime_checkable
 class CommittingEngine(Engine, Protocol):
     """An engine, if ``spec.recurrent``, some of whose layers keep a state a row, from which no token can be taken out
     again: what was not committed is kept apart from it."""

@@ -16,6 +16,7 @@ from .base import ONE_ROW
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+_DRAFTED, _GUESSED = 17, 64
 _FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
 
 
@@ -35,6 +36,12 @@ def bucket(slots: int, *, coarse: bool) -> int:
 def buffer_slots(capacity: int, variant: str) -> int:
     """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
     return capacity + (variant == "gqa_even")
+
+
+def logit_rows(wanted: int, batch: int) -> int:
+    """Rows of logits that a GPU has room for: those of a draft for each text, or of a long guess. Where that has to
+    grow, it moves, and what was recorded is lost."""
+    return max(wanted, _DRAFTED * batch, _GUESSED)
 
 
 def cache_dtype(onnx_type: str) -> np.dtype[Any]:

@@ -13,11 +13,11 @@ from ..errors import EngineError
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
 from .graphs import RECORDING
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, steady
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, steady
 from .ort_step import Step
 from .providers import first_line
 from .rounding import even_from, uneven
-from .sessions import RECORDABLE, Sessions
+from .sessions import Sessions
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
@@ -40,8 +40,7 @@ class SlotEngine:
     as in a chain only if its slot is the same: sums over other slots have another order.
 
     On cuda steps run as CUDA graphs, a graph a shape, all but prompts, steps that branch and those of models with
-    features or recurrent layers; ``graph_error`` says why they cannot, and is empty while they can. ``graphs`` is the
-    switch.
+    features or recurrent layers.
     """
 
     def __init__(
@@ -73,9 +72,8 @@ class SlotEngine:
         self._flat, self._least_width = np.zeros(0, np.float32), np.array([_EVEN_WIDTH])
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
-        self._closed, self._resets = False, 0
+        self._closed, self._resets, self._recorded, self._recording = False, 0, 0, 0.0  # CUDA graphs, seconds for them
         self._told: list[Features] = [NOTHING]
-        self._recorded = 0  # CUDA graphs
         self.reset(1)
         if exact and provider == "cpu":
             self._settle()
@@ -104,9 +102,7 @@ class SlotEngine:
 
     @graphs.setter
     def graphs(self, wanted: bool) -> None:
-        if wanted and not self._sessions.recordable:
-            raise EngineError(f"provider '{self._provider}' runs without CUDA graphs here (possible: {RECORDABLE})")
-        self._sessions.graphs, self._sessions.error = wanted, ""
+        self._sessions.want_graphs(wanted)
         self._forget_steps()
         self._run_by(self._variant)
 
@@ -114,6 +110,11 @@ class SlotEngine:
     def graph_error(self) -> str:
         """Why steps cannot become CUDA graphs; empty while they can."""
         return self._sessions.error
+
+    @property
+    def recording(self) -> float | None:
+        """See RecordingEngine."""
+        return self._recording if self.graphs else None
 
     @property
     def even(self) -> bool:
@@ -266,7 +267,7 @@ class SlotEngine:
     def _run(self, step: Step, again: Callable[[], Logits]) -> Logits:
         """``again`` takes the same step anew, on the same slots, where its graph could not be recorded."""
         try:
-            step.run()
+            self._recording += step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             if not step.recorded:
                 raise self._failed(error) from None
@@ -333,9 +334,8 @@ class SlotEngine:
         self._sessions.clear()
         self._release()
         self._session = None
-        if self._device_logits is not None:
+        if self._cuda is not None and self._device_logits is not None:
             self._device_logits.close()
-        if self._cuda is not None:
             self._cuda.close()
 
     def _release(self) -> None:
@@ -378,7 +378,7 @@ class SlotEngine:
             raise EngineError(f"{rows} rows given, the engine has {self._batch}")
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
         if self._device_logits is not None:
-            if self._device_logits.reserve(shape[0] * shape[1]):
+            if self._device_logits.reserve(logit_rows(shape[0] * shape[1], self._batch)):
                 self._forget_steps()
         elif (size := int(np.prod(shape))) > self._flat.size:
             self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from threading import get_ident
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -96,19 +97,21 @@ class Step:
     def __post_init__(self) -> None:
         self.ids, self.places = self.tokens.reshape(-1).data, self.positions.reshape(-1).data
 
-    def run(self) -> None:
-        """Take the step. Raises whatever ONNX Runtime does."""
+    def run(self) -> float:
+        """Take the step. The seconds that recording it took beyond that. Raises whatever ONNX Runtime does."""
+        recording = 0.0
         if self.told is not None:
             assert self.beside is not None
             self.beside[...] = self.told[0]
         if self.cuda is None:
             self.session.run_with_iobinding(self.binding)
         else:
-            self._run_on(self.cuda)
+            recording = self._run_on(self.cuda)
         if self.given is not None and self.kept is not None:
             width = self.given.shape[1]
             for row, past in enumerate(self.past_lens.tolist()):
                 self.kept[row, past : past + width] = self.given[row]
+        return recording
 
     def with_features(self, kept: Buffer, told: list[Features] | None) -> None:
         """Give features to their slots in ``kept``, the host's, and read those that ``told`` holds then, if any."""
@@ -124,7 +127,7 @@ class Step:
         self.options = graph_options(recorded + 1 if self.recorded else None)
         return self.recorded
 
-    def _run_on(self, cuda: Cuda) -> None:
+    def _run_on(self, cuda: Cuda) -> float:
         records = self.recorded and get_ident() not in self.recorders
         with RECORDING.step(records=records):
             for address, array in self.uploads:
@@ -132,14 +135,16 @@ class Step:
                 cuda.wait()
             for name, value in self.copies:
                 self.binding.bind_ortvalue_input(name, value)
+            how = () if self.options is None else (self.options,)
+            started = perf_counter()
             # All at once, so that a step is slow but once: it reads and writes the same again.
-            for _ in range(_RUNS_TO_RECORD if records else 1):
-                if self.options is None:
-                    self.session.run_with_iobinding(self.binding)
-                else:
-                    self.session.run_with_iobinding(self.binding, self.options)
+            for _ in range(_RUNS_TO_RECORD - 1 if records else 0):
+                self.session.run_with_iobinding(self.binding, *how)
+            recording = perf_counter() - started
+            self.session.run_with_iobinding(self.binding, *how)
         if records:
             self.recorders.add(get_ident())
+        return recording
 
     def bind(
         self,

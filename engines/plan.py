@@ -12,7 +12,7 @@ from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from . import foreign, variants
 from .base import MAX_STEP, ModelSpec
-from .memory import bucket, steady
+from .memory import bucket, logit_rows, steady
 from .tensorrt.buildable import require_buildable
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
@@ -116,12 +116,14 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     hidden = _hidden(model)
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
     scores = 0 if load.built else 2 * (hidden / model.cache[0].key_dim) * slots
+    rows = load.batch * (load.draft_length + 1)
+    rows = logit_rows(rows, load.batch) if load.provider == "cuda" else rows
     grown = 2 if model.dialect == "concat" else 1  # the cache of a step is written beside that of the last
     kept = (model.features or 0) + sum(c.heads * (c.key_dim + c.value_dim) for c in model.cache)  # numbers a slot
     return Memory(
         weights=_weights(model, load),
         cache=grown * load.batch * slots * number * kept + load.batch * _beside(model.recurrence),
-        logits=load.batch * (load.draft_length + 1) * model.vocab_size * 4,
+        logits=rows * model.vocab_size * 4,
         steps=int(load.batch * width * active * (_LIVE * hidden + scores)),
     )
 

@@ -66,6 +66,13 @@ class Sessions:
                 raise BundleError(f"{path} was changed since this bundle was opened; open it again") from None
             self._stamps[described.file] = now
 
+    def want_graphs(self, wanted: bool) -> None:
+        """Record steps, or do not, from now on. Raises EngineError where they cannot be."""
+        if wanted and not self.recordable:
+            provider = self._how["provider"]
+            raise EngineError(f"provider '{provider}' runs without CUDA graphs here (possible: {RECORDABLE})")
+        self.graphs, self.error = wanted, ""
+
     def refuse_graphs(self, reason: str) -> None:
         """Open no session that records any more, until ``graphs`` is set again."""
         self.graphs, self.error = False, reason

@@ -51,6 +51,11 @@ class Wrapped:
         return getattr(self.engine, "resets", None)
 
     @property
+    def recording(self) -> float | None:
+        """``RecordingEngine.recording``, if the engine has it."""
+        return getattr(self.engine, "recording", None)
+
+    @property
     def batch(self) -> int:
         return self.engine.batch
 

@@ -96,6 +96,7 @@ class Decoder:
         )
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
+        self._once = 0.0  # seconds of the target's last step that no later one takes
         self._epoch = 0
         self.turn = RLock()  # whose round it is, of the threads that share this
         self._ending = Ending()
@@ -229,10 +230,11 @@ class Decoder:
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
             lengths, watch = self._watched(this, rows, lengths)
-            started = perf_counter()
+            started, before = perf_counter(), self._recording("draft")
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
-                took, past = perf_counter() - started, self._pace.prices.past
+                took = perf_counter() - started - (self._recording("draft") - before)
+                past = self._pace.prices.past
                 self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.late)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
@@ -279,6 +281,7 @@ class Decoder:
     def _forward(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> Logits:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
+        before = self._recording("target")
         self._target.commit(past)
         if self._branch(drafts):
             width = max(map(len, pieces))
@@ -289,6 +292,7 @@ class Decoder:
         else:
             with self.ahead.meanwhile(rows, drafts):
                 logits = self._target.all_logits(pieces, past)
+        self._once = self._recording("target") - before
         clock.lap("target")
         return logits
 
@@ -303,7 +307,7 @@ class Decoder:
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
         if not self._branch(drafts):
-            width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify")
+            width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify") - self._once
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             step = len(rows), width, took, self._pace.prices.past
@@ -314,6 +318,10 @@ class Decoder:
                 policies = [row.policy for row in rows]
                 self._pace.settle(this, policies, tokens, max(lengths), model.late, model.steps)
         return verdicts
+
+    def _recording(self, role: str) -> float:
+        """Seconds that an engine took so far for what later steps will not take again."""
+        return getattr(self._engines[role], "recording", None) or 0.0
 
     def _branch(self, drafts: list[Draft]) -> bool:
         return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)

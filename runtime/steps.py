@@ -16,6 +16,7 @@ from ..engines.base import (
     KeepingEngine,
     LogitRow,
     Logits,
+    RecordingEngine,
     RowStep,
     Sight,
     Tokens,
@@ -27,12 +28,14 @@ from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
 _SEVERAL = 32
+_RECORDED = (1, 2, 3, 5, 9, 17, 34, 64)  # widths of steps that are recorded: a GPU takes hardly longer for a few more
 
 
 class Stepper:
     """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal),
     1 after a ``reset`` that needs no equal bits.
 
+    Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths.
     Padding stands behind a row's own tokens and is written to slots that no length counts. ``past[b]`` is how many
     slots of row b count. Whatever the engine raises comes out as EngineError.
     """
@@ -40,7 +43,8 @@ class Stepper:
     def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
         self.engine, self.name, self.narrowest = engine, name, narrowest
         self._even_width = narrowest
-        self._row_step = row_step(engine)
+        self._recording = engine if isinstance(engine, RecordingEngine) and engine.recording is not None else None
+        self._row_step = row_step(engine) if self._recording is None else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
@@ -96,7 +100,7 @@ class Stepper:
         width = max(widths)
         if width == 1:
             return self._one_token(pieces, past)
-        if min(widths) == width >= self.narrowest:
+        if self._recording is not None or min(widths) == width >= self.narrowest:
             return self._forward(pieces, past, width, None)
         columns = np.arange(width, dtype=np.int64)
         return self._forward(pieces, past, width, np.minimum(columns, np.array(widths, np.int64)[:, None] - 1))
@@ -178,6 +182,8 @@ class Stepper:
     ) -> Logits:
         width = max(width, self.narrowest)
         width += self._even and leaves_one(width) and width < self._widest(past)
+        if self._recording is not None and (wider := recorded_width(width)) <= self._widest(past):
+            width = wider
         columns = width if index is None else index.shape[1]
         step = self.engine.forward
         return self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
@@ -244,6 +250,11 @@ class Stepper:
 
     def _failure(self, where: str, error: Exception) -> EngineError:
         return EngineError(f"the {self.name} failed {where}: {error}")
+
+
+def recorded_width(width: int) -> int:
+    """The width that a step of ``width`` tokens is given where steps are recorded."""
+    return next((each for each in _RECORDED if each >= width), width)
 
 
 def leaves_one(width: int) -> bool:

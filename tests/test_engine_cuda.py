@@ -19,10 +19,12 @@ from leadout.engines import ort, sessions
 from leadout.engines.graphs import Recording
 from leadout.engines.memory import CudaBuffer
 from leadout.engines.ort import SlotEngine
+from leadout.engines.ort_step import Step
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.rules.trees import ancestry
 from leadout.runtime.settings import Settings
+from leadout.runtime.steps import Stepper
 from leadout.scripts.gpu_measure import graph_gain
 
 C = Shape()
@@ -205,6 +207,33 @@ def test_each_thread_records_for_itself(device: SlotEngine) -> None:
     other.join()
     step()
     assert device._session.runs == ["1"] * 7 and all(np.array_equal(each, found[0]) for each in found)
+
+
+def test_steps_that_are_recorded_have_one_of_eight_widths(device: SlotEngine, model: Model) -> None:
+    """Each would take as long as many steps to record. Padding is nobody's."""
+    plain, stepper = Stepper(SlotEngine(model), "target"), Stepper(device, "target")
+    for each in (plain, stepper):
+        each.reset(2)
+    rng, past = np.random.default_rng(3), [0, 0]
+    for width in (33, 18, 12, 6, 7, 8, 4, 5, 1, 2):  # widest first: else the room for logits grows, and moves
+        pieces = [rng.integers(0, C.vocab, n).tolist() for n in (width, max(1, width - 2))]
+        found, expected = stepper.all_logits(pieces, past), plain.all_logits(pieces, past)
+        for row, piece in enumerate(pieces):
+            np.testing.assert_allclose(found[row, : len(piece)], expected[row, : len(piece)], atol=1e-4)
+        past = [length + len(piece) for length, piece in zip(past, pieces, strict=True)]
+    assert {step.tokens.shape[1] for step in device._steps.values()} == {1, 2, 5, 9, 17, 34}
+    device.graphs = False
+    assert device.recording is None and Stepper(device, "target").all_logits([[1] * 6], [0]).shape[1] == 6
+
+
+def test_what_recording_takes_is_no_step_s_price(device: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Step.run
+    monkeypatch.setattr(Step, "run", lambda step: run(step) + 5.0)
+    decoder = Decoder(device, device)
+    for _ in decoder.decode([([1, 2, 3], Settings(max_new_tokens=8, draft="model", draft_length=2))]):
+        pass
+    told = {cost.part: cost.seconds for cost in decoder.costs.measured()}
+    assert {"target", "draft"} <= told.keys() and max(told["target"], told["draft"]) < 1e-5, "less five seconds"
 
 
 def test_graphs_can_be_switched_off_and_change_nothing(device: SlotEngine) -> None:

@@ -53,5 +53,5 @@ def _edge(weights: Row, mass: float, wanted: float) -> float:
         else:
             weights, mass = between, weight_between
     ordered = np.sort(weights)[::-1]
-    reached = int(ordered.cumsum(dtype=np.float64).searchsorted(wanted))
-    return float(ordered[min(reached, ordered.size - 1)])
+    place = int(ordered.cumsum(dtype=np.float64).searchsorted(wanted))
+    return float(ordered[min(place, ordered.size - 1)])
