@@ -17,7 +17,7 @@ from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
 _DRAFTED, _GUESSED = 17, 64
-_FINE_BUCKET, _COARSE_BUCKET, _COARSE_FROM = 128, 512, 2048
+_FINE_BUCKET, _COARSE_BUCKET, _GPU_BUCKET, _COARSE_FROM = 128, 512, 2048, 2048
 
 
 def steady(variant: str, provider: str) -> bool:
@@ -26,10 +26,12 @@ def steady(variant: str, provider: str) -> bool:
     return variant in ONE_ROW or provider != "cpu"
 
 
-def bucket(slots: int, *, coarse: bool) -> int:
+def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
     """``slots`` rounded up. Growing rebinds every shape, so buckets are large (``coarse``); but where attention costs
-    by capacity they are small while the cache is."""
+    by capacity they are small while the cache is, and on a ``gpu``, where all is recorded anew, larger from the second
+    on."""
     step = _COARSE_BUCKET if coarse or slots > _COARSE_FROM else _FINE_BUCKET
+    step = _GPU_BUCKET if gpu and slots > _COARSE_BUCKET else step
     return max(step, -(-slots // step) * step)
 
 

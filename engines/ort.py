@@ -288,7 +288,7 @@ class SlotEngine:
         if capacity <= self._capacity:
             return
         self._check_open()
-        more = bucket(capacity, coarse=steady(self._variant, self._provider))
+        more = bucket(capacity, coarse=steady(self._variant, self._provider), gpu=self._provider == "cuda")
         batch, self._batch = self._batch, 0  # no cache, until all of it has grown: an interrupt may come in between
         self._forget_steps()
         with RECORDING.step(records=False):

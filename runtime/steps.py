@@ -35,7 +35,8 @@ class Stepper:
     """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal),
     1 after a ``reset`` that needs no equal bits.
 
-    Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths.
+    Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths, and as
+    many rows as the next power of two.
     Padding stands behind a row's own tokens and is written to slots that no length counts. ``past[b]`` is how many
     slots of row b count. Whatever the engine raises comes out as EngineError.
     """
@@ -180,13 +181,17 @@ class Stepper:
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
-        width = max(width, self.narrowest)
+        width, rows, more = max(width, self.narrowest), len(pieces), 0
         width += self._even and leaves_one(width) and width < self._widest(past)
         if self._recording is not None and (wider := recorded_width(width)) <= self._widest(past):
-            width = wider
+            width, more = wider, recorded_rows(rows, self.engine.batch) - rows if wider in _RECORDED else 0
+        if more:  # rows behind those that are alive are nobody's
+            pieces, past = [*pieces, *[[]] * more], [*past, *[0] * more]
+            index = None if index is None else np.pad(index, ((0, more), (0, 0)))
         columns = width if index is None else index.shape[1]
         step = self.engine.forward
-        return self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
+        logits = self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
+        return logits[:rows] if more else logits
 
     def _checked(
         self,
@@ -255,6 +260,11 @@ class Stepper:
 def recorded_width(width: int) -> int:
     """The width that a step of ``width`` tokens is given where steps are recorded."""
     return next((each for each in _RECORDED if each >= width), width)
+
+
+def recorded_rows(rows: int, batch: int) -> int:
+    """How many rows of ``batch`` a step for ``rows`` of them is given there: 1, 2, 4, 8, ... or all."""
+    return min(batch, 1 << (rows - 1).bit_length())
 
 
 def leaves_one(width: int) -> bool:

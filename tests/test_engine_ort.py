@@ -262,6 +262,7 @@ def test_buckets() -> None:
     sizes = (1, 128, 129, 2048, 2049, 2561)
     assert [bucket(n, coarse=False) for n in sizes] == [128, 128, 256, 2048, 2560, 3072]
     assert [bucket(n, coarse=True) for n in sizes] == [512, 512, 512, 2048, 2560, 3072]
+    assert [bucket(n, coarse=True, gpu=True) for n in (1, 512, *sizes[3:])] == [512, 512, 2048, 4096, 4096]
 
 
 def test_overflow_is_refused(models: dict[str, Model]) -> None:
