@@ -38,6 +38,7 @@ from leadout.export.build import export_pair
 from leadout.export.capture.taps import tapped
 from leadout.export.drafts.eagle import FeatureHead
 from leadout.export.drafts.head_checkpoint import read_head
+from leadout.export.golden import Truth, head_truth
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
@@ -264,6 +265,18 @@ def test_its_features_are_planned_for_and_no_engine_s(made: tuple[Path, Path]) -
         assert plan(entry, load).cache - without.cache == 3 * 4 * SIZE * bucket(104, coarse=False)
     with pytest.raises(ExportError, match="the target gives features, which engines do not"):
         require_buildable(Bundle.read(made[1]).manifest.models["target"], "fp16")
+
+
+def test_its_golden_rows_are_no_longer_than_its_context(tmp_path: Path) -> None:
+    """Behind it, what a head says on its own and by its graph would differ."""
+    target = LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    head = read_head(str(ours(tmp_path / "head")), target.config)
+    assert head is not None
+    truth = Truth(np.zeros((3, 32), np.int64), np.zeros((3, 32, VOCAB), np.float32), np.ones((3, 32, SIZE), np.float32))
+    for context, length in ((12, 12), (128, 31)):
+        said = head_truth(head.checkpoint(target, context), truth)
+        assert said.beside is not None and said.tokens.shape == said.beside.shape[:2] == said.logits.shape[:2]
+        assert said.tokens.shape == (3, length)
 
 
 def test_another_target_cannot_use_it(made: tuple[Path, Path], tiny_bundle: Path) -> None:
