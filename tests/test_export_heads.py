@@ -389,6 +389,27 @@ def test_weights_in_pytorch_s_own_format(tiny_pair: tuple[Path, Path], tmp_path:
     answers_are_the_target_s(export_pair(tiny_pair[0], head, tmp_path / "bundle", draft_precision="fp32"))
 
 
+@pytest.mark.parametrize("form", [eagle, first])
+def test_weights_in_parts(form: Callable[[Path], Path], tmp_path: Path) -> None:
+    target = LlamaConfig(**LAYER | {"num_hidden_layers": 2})
+    source = form(tmp_path / "head")
+    whole = read_head(str(source), target)
+    tensors, named = load_file(source / "model.safetensors"), {}
+    (source / "model.safetensors").unlink()
+    for i, name in enumerate(tensors):
+        named[name] = f"model-{i % 2}.safetensors"
+        save_file({n: v for n, v in tensors.items() if named.get(n) == named[name]}, source / named[name])
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": named}))
+    parts = read_head(str(source), target)
+    assert whole is not None and parts is not None and whole.config.join == parts.config.join
+    assert whole.weights.keys() == parts.weights.keys() and np.array_equal(whole.ids, parts.ids)
+    assert all(torch.equal(parts.weights[name], value) for name, value in whole.weights.items())
+    (source / "model-1.safetensors").unlink()
+    with pytest.raises(ExportError, match=r"index.json names model-1.safetensors, which is not there"):
+        read_head(str(source), target)
+
+
 @pytest.mark.parametrize(
     "role, change, message",
     [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,12 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...engines.providers import first_line
 from ...errors import ExportError, shown
-from ..checkpoints.checkpoint import Checkpoint, find_file
+from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
 from .eagle import JOINS, FeatureHead
 
-FILES = ("model.safetensors", "pytorch_model.bin")
+PICKLED = "pytorch_model.bin"
 _SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
 
 
@@ -218,31 +219,41 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return str((raw.get("architectures") or [""])[0])
 
 
+def _files(source: str) -> list[Path]:
+    """Those of a head's weights: safetensors, in one or in parts, or else PyTorch's own. Raises ExportError for an
+    index that is none, or parts that are not there."""
+    if found := weight_files(source):
+        return found
+    path = find_file(source, PICKLED)
+    return [] if path is None else [path]
+
+
 def _names(source: str) -> set[str]:
-    """Of the tensors in a head's one file, as they stand there; none where it cannot be read: who loads it says so."""
-    path = next((path for name in FILES if (path := find_file(source, name)) is not None), None)
-    try:
-        if path is None:
+    """Of a head's tensors; none where they cannot be read: who loads them says so."""
+    found = set[str]()
+    for path in _files(source):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    found |= set(file.keys())
+            else:
+                found |= set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        except Exception:  # pickle and safetensors raise what they like
             return set()
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return set(file.keys())
-        return set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except Exception:  # pickle and safetensors raise what they like
-        return set()
+    return {name.removeprefix("model.") for name in found}
 
 
 def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
-    """All tensors of a head's one file, ``renamed`` as its module has them. Raises ExportError."""
-    name = next((name for name in FILES if find_file(source, name) is not None), None)
-    if name is None:
-        raise ExportError(f"'{source}' has no weights (one of: {', '.join(FILES)})")
-    path = find_file(source, name)
-    try:
-        safe = name.endswith("safetensors")
-        tensors = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and safetensors raise what they like
-        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+    """All tensors of a head's files, ``renamed`` as its module has them. Raises ExportError."""
+    if not (files := _files(source)):
+        raise ExportError(f"'{source}' has no weights (one of: model.safetensors, {PICKLED})")
+    tensors = dict[str, Tensor]()
+    for path in files:
+        try:
+            safe = path.suffix == ".safetensors"
+            tensors |= load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle and safetensors raise what they like
+            raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
     named = {key.removeprefix("model."): value for key, value in tensors.items() if not key.endswith(_SAYS_NOTHING)}
     for theirs, ours in renamed.items():
         named = {key.replace(theirs, ours): value for key, value in named.items()}
