@@ -410,6 +410,54 @@ def test_weights_in_parts(form: Callable[[Path], Path], tmp_path: Path) -> None:
         read_head(str(source), target)
 
 
+SAID: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
+    (eagle, {"eagle_config": "all"}, "the layers it reads must be from 1 to 2, its target's, not 'all'"),
+    (eagle, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}}, "the layers it reads must be from 1 to 2"),
+    (eagle, {"draft_vocab_size": "200"}, "draft_vocab_size must be from 1 to 512, not '200'"),
+    (eagle, {"draft_vocab_size": None}, "d2t must name 512 different tokens of the target, not [200] of int64"),
+    (ours, {"join": None}, "join must be one of attention, projection, bare, not None"),
+    (ours, {"hidden_act": "none"}, "KeyError: 'none'"),
+    (ours, {"rope_scaling": {"rope_type": "mrope"}}, "KeyError: 'mrope'"),
+    (ours, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic-NTK rope rescales every position"),
+    (ours, {"num_key_value_heads": 0}, "cannot be exported: its code in transformers raises ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "message"), SAID, ids=[next(iter(change)) for _, change, _ in SAID])
+def test_what_its_config_says_in_another_way_is_refused(
+    form: Callable[[Path], Path], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source, target = form(tmp_path / "head"), LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ExportError, match=re.escape(message)):
+        head = read_head(str(source), target.config)
+        assert head is not None
+        head.checkpoint(target, 128)
+
+
+def test_sizes_that_its_config_leaves_open_are_its_target_s(tmp_path: Path) -> None:
+    source = ours(tmp_path / "head")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | {"vocab_size": None, "target_hidden_size": None, "architectures": 1})
+    )
+    head = read_head(str(source), LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    assert head is not None and (head.config.vocab_size, head.config.target_hidden_size) == (VOCAB, SIZE)
+
+
+@pytest.mark.parametrize(
+    "offsets", [torch.tensor(0), torch.arange(199), torch.arange(200)[:, None], torch.arange(200).bfloat16()]
+)
+def test_offsets_that_are_not_one_for_each_token(offsets: torch.Tensor, tmp_path: Path) -> None:
+    """One for all would have been taken for each of them, and 16 bits do not hold ids."""
+    source = eagle(tmp_path / "head")
+    save_file(load_file(source / "model.safetensors") | {"d2t": offsets}, source / "model.safetensors")
+    its = f"not {list(offsets.shape)} of {str(offsets.dtype).removeprefix('torch.')}"
+    with pytest.raises(ExportError, match=re.escape(f"d2t must name 200 different tokens of the target, {its}")):
+        read_head(str(source), LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+
+
 @pytest.mark.parametrize(
     "role, change, message",
     [

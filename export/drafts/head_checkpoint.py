@@ -24,6 +24,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...engines.providers import first_line
 from ...errors import ExportError, shown
+from ..capture.refusals import own_code, rope_refusal
 from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
@@ -60,7 +61,8 @@ class Head:
         ):
             if name not in weights:
                 weights[name] = table.detach().clone()
-        model = self.module(self.config)
+        with own_code(f"'{self.source}'"):
+            model = self.module(self.config)
         for name, own in model.state_dict().items():
             if name in weights and weights[name].shape != own.shape:
                 sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
@@ -98,18 +100,21 @@ def read_head(source: str, target: Any) -> Head | None:
         renamed |= {"fc.": "midlayer.eh_proj."}
     config = _checked(source, found, target.get_text_config())
     weights = _weights(source, renamed)
-    offsets = weights.pop("d2t", None)
-    ids = np.arange(config.draft_vocab_size)
+    return Head(source, config, weights, _ids(source, config, weights.pop("d2t", None)))
+
+
+def _ids(source: str, config: Any, offsets: Tensor | None) -> Ids:
+    """What the head's tokens are called: ``offsets`` (d2t) say how far each is from its place. Raises ExportError."""
+    size, ids = config.draft_vocab_size, np.arange(config.draft_vocab_size)
+    if offsets is None and size != config.vocab_size:
+        raise ExportError(f"'{source}': it says {size} tokens, and no d2t which ones")
     if offsets is not None:
-        ids = ids + offsets.numpy().astype(np.int64)
-    elif config.draft_vocab_size != config.vocab_size:
-        raise ExportError(f"'{source}': it says {config.draft_vocab_size} tokens, and no d2t which ones")
-    if (
-        ids.shape != (config.draft_vocab_size,)
-        or np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < ids.size
-    ):
-        raise ExportError(f"'{source}': d2t must name {config.draft_vocab_size} different tokens of the target")
-    return Head(source, config, weights, ids)
+        rounded = offsets.is_floating_point() and offsets.dtype.itemsize < 4
+        ids = ids[:0] if rounded or offsets.shape != ids.shape else ids + offsets.long().numpy()
+    if np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < size:
+        its = "" if offsets is None else f", not {list(offsets.shape)} of {str(offsets.dtype).removeprefix('torch.')}"
+        raise ExportError(f"'{source}': d2t must name {size} different tokens of the target{its}")
+    return ids
 
 
 def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -127,28 +132,31 @@ def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
         return dict(raw)
     if "Eagle3" in _architecture(raw) or "draft_vocab_size" in raw:
         # SpecForge counts the layers whose output is read, all others those that read it.
-        of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        return {**raw, "join": "attention", "taps": [tap + 1 for tap in of] if of else None}
+        of = raw.get("eagle_config")
+        of = (of.get("eagle_aux_hidden_state_layer_ids") if isinstance(of, dict) else of) or None
+        taps = [tap + 1 if isinstance(tap, int) else tap for tap in of] if isinstance(of, list) else of
+        return {**raw, "join": "attention", "taps": taps}
     return None
 
 
 def _checked(source: str, found: dict[str, Any], target: Any) -> LlamaConfig:
     """The configuration, with what follows from ``target`` filled in. Raises ExportError."""
     size, layers = target.hidden_size, target.num_hidden_layers + (found.get("join") == "bare")
-    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
     found = {name: value for name, value in found.items() if value is not None}
+    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
     taps = found.setdefault("taps", [2, layers // 2, layers - 3])  # EAGLE-3's
-    found.setdefault("draft_vocab_size", found["vocab_size"])
+    says = found.setdefault("draft_vocab_size", found["vocab_size"])
     fits = isinstance(taps, list) and all(isinstance(tap, int) and 1 <= tap <= layers for tap in taps)
     if not fits or not taps:
         raise ExportError(
             f"'{source}': the layers it reads must be from 1 to {layers}, its target's, not {shown(taps)}"
         )
-    if found["join"] not in JOINS:
-        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(found['join'])}")
+    if str(join := found.get("join")) not in JOINS:
+        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(join)}")
     if (count := found.get("num_hidden_layers", 1)) != 1:
         raise ExportError(f"'{source}': a head of {count} layers cannot be exported, only of 1")
     _check_target(source, {name: found[name] for name in ("vocab_size", "target_hidden_size")}, target)
+    _check_range(source, "draft_vocab_size", says, 1, target.vocab_size)
     if not found.get("fc", True) and (len(taps) > 1 or found.get("hidden_size") != size):
         raise ExportError(f"'{source}': without fc it must read one layer, and be {size} wide as its target is")
     return _configuration(source, LlamaConfig, found)
@@ -172,9 +180,9 @@ def _block_head(source: str, raw: Mapping[str, Any], target: Any) -> Head:
             "draft_vocab_size": config.vocab_size,
             "mask_token_id": said["mask_token_id"],
             "causal": [kind == SLIDING if causal is None else bool(causal) for kind in kinds],
-            "scale": float(said.get("input_embedding_scale", 1.0)),
-            "multiplier": float(said.get("output_multiplier", 1.0)),
-            "softcap": float(said.get("final_logit_softcapping") or 0.0),
+            "scale": _number(source, said, "input_embedding_scale", 1.0),
+            "multiplier": _number(source, said, "output_multiplier", 1.0),
+            "softcap": _number(source, said, "final_logit_softcapping", 0.0),
         }
     )
     weights, ids = _weights(source, {}), np.arange(config.vocab_size)
@@ -189,18 +197,31 @@ def _block_settings(source: str, raw: Mapping[str, Any], target: Any) -> dict[st
     if kind not in ("DFlashDraftModel", "dflash") or said.get("attention_mode") not in (None, "gqa", "mha"):
         raise ExportError(f"'{source}': a head of kind {shown(kind)} cannot be exported, only a DFlashDraftModel")
     _check_target(source, {"vocab_size": said["vocab_size"]}, target)
-    layers, taps = target.num_hidden_layers, said.get("target_layer_ids")
+    layers, listed = target.num_hidden_layers, said.get("target_layer_ids")
+    taps = listed if isinstance(listed, list) and listed else [None]
     if said.get("num_target_layers", layers) != layers:
         its = f"num_target_layers is {said['num_target_layers']}, the target's {layers}"
         raise ExportError(f"'{source}' is no head of this target: {its}")
     for name, value, least, most in (
-        *((f"target_layer_ids[{i}]", tap, 0, layers - 1) for i, tap in enumerate(taps or [None])),
+        *((f"target_layer_ids[{i}]", tap, 0, layers - 1) for i, tap in enumerate(taps)),
         ("mask_token_id", said.get("mask_token_id"), 0, target.vocab_size - 1),
         ("block_size", said["block_size"], 2, 1 << 16),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ExportError(f"'{source}': config.json: {name} must be from {least} to {most}, not {shown(value)}")
+        _check_range(source, name, value, least, most)
     return said
+
+
+def _check_range(source: str, name: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ExportError(f"'{source}': config.json: {name} must be from {least} to {most}, not {shown(value)}")
+
+
+def _number(source: str, said: Mapping[str, Any], name: str, default: float) -> float:
+    """Raises ExportError for what is neither a number nor null, which is what is not said."""
+    value = said.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise ExportError(f"'{source}': config.json: {name} must be a number, not {shown(value)}")
+    return default if value is None else float(value)
 
 
 def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> Any:
@@ -210,13 +231,17 @@ def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> An
         reason = f"a head whose layer is a {theirs}'s cannot be exported, only a {kind.model_type}'s"
         raise ExportError(f"'{source}': {reason}")
     try:
-        return kind(**{name: value for name, value in found.items() if name not in drop})
+        made = kind(**{name: value for name, value in found.items() if name not in drop})
     except Exception as error:  # a configuration's own checks raise what they like
         raise ExportError(f"config.json of '{source}' is wrong: {first_line(error.__cause__ or error)}") from None
+    if reason := rope_refusal(made):
+        raise ExportError(f"'{source}' cannot be exported: {reason}")
+    return made
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("architectures") or [""])[0])
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def _files(source: str) -> list[Path]:
