@@ -86,11 +86,13 @@ def speculators(folder: Path) -> Path:
         "speculators_model_type": "eagle3",
         "transformer_layer_config": LAYER | {"model_type": "llama"},
         "draft_vocab_size": VOCAB,
-        "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [1, 1, 2],
     }
-    tensors = weights(**EAGLE | {"norm_before_residual": True})
-    return write(folder, config, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()})
+    norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    tensors = weights(**EAGLE | norms)
+    return write(
+        folder, config | norms, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    )
 
 
 def ours(folder: Path) -> Path:
@@ -194,6 +196,37 @@ def test_the_first_eagle_norms_nothing_but_what_its_mlp_reads(tiny_pair: tuple[P
         out = out + (torch.nn.functional.silu(gate) * up) @ of["layers.0.mlp.down_proj.weight"].T
         assert torch.allclose(found.hidden_states, out, atol=1e-4)
         assert torch.allclose(found.logits, target.lm_head(out), atol=1e-3)
+
+
+def test_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
+    """Of each stream, of all of them together, and of what stands for a feature of a token that was drafted."""
+    target = LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 6}))
+    norms, source = {"fc_norm": True, "norm_before_fc": True}, speculators(tmp_path / "head")
+    of = weights(**EAGLE | norms)
+    of |= {name: value + 0.3 * torch.randn(value.shape) for name, value in of.items() if "norm" in name}
+    save_file(of, source / "model.safetensors")
+    theirs, streams = json.loads((source / "config.json").read_text()), torch.randn(3, 1, 5, SIZE)
+
+    def head(config: dict[str, Any]) -> Any:
+        (source / "config.json").write_text(json.dumps(config))
+        found = read_head(str(source), target.config)
+        assert found is not None
+        return found.checkpoint(target, 128).model
+
+    of_authors = LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}
+    forms = [lambda more: theirs | norms | more, lambda more: of_authors | {"eagle_config": norms | more}]
+    for form in forms:
+        model, plain = head(form({"norm_output": True})), head(form({"norm_output": False}))
+        each = [norm(stream, of[f"fc_norm.{i}.weight"]) for i, stream in enumerate(streams)]
+        with torch.no_grad():
+            read = norm(torch.cat(each, -1), of["input_norm.weight"]) @ of["fc.weight"].T
+            assert torch.allclose(model.feature(streams), read, atol=1e-4)
+            said, own = (head_(torch.arange(5)[None], read) for head_ in (model, plain))
+            assert torch.allclose(said.hidden_states, norm(own.hidden_states, of["norm.weight"]), atol=1e-4)
+            assert torch.equal(said.logits, own.logits)
+    save_file({name: value for name, value in of.items() if name != "input_norm.weight"}, source / "model.safetensors")
+    with pytest.raises(ExportError, match=r"its files lack input_norm\.weight"):
+        head(theirs | norms)
 
 
 def test_a_small_llama_is_no_head(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from ..capture.refusals import own_code, rope_refusal
 from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
-from .eagle import JOINS, FeatureHead
+from .eagle import JOINS, NORMS, FeatureHead
 
 PICKLED = "pytorch_model.bin"
+TAPS = "eagle_aux_hidden_state_layer_ids"  # what config.json calls the layers that are read
 _SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
 
 
@@ -124,18 +125,19 @@ def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
             raise ExportError(f"'{source}' is a speculator of kind {shown(kind)}; Leadout knows eagle3")
         own = {
             name: raw[name]
-            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size")
+            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size", *NORMS)
             if name in raw
         }
-        return {**layer, **own, "join": "attention", "taps": raw.get("eagle_aux_hidden_state_layer_ids")}
+        return {**layer, **own, "join": "attention", "taps": raw.get(TAPS)}
     if "join" in raw:
         return dict(raw)
     if "Eagle3" in _architecture(raw) or "draft_vocab_size" in raw:
         # SpecForge counts the layers whose output is read, all others those that read it.
-        of = raw.get("eagle_config")
-        of = (of.get("eagle_aux_hidden_state_layer_ids") if isinstance(of, dict) else of) or None
+        own = raw.get("eagle_config") or {}
+        of = (own.get(TAPS) if isinstance(own, dict) else own) or None
         taps = [tap + 1 if isinstance(tap, int) else tap for tap in of] if isinstance(of, list) else of
-        return {**raw, "join": "attention", "taps": taps}
+        norms = {name: own[name] for name in NORMS if name in own} if isinstance(own, dict) else {}
+        return {**raw, **norms, "join": "attention", "taps": taps}
     return None
 
 
