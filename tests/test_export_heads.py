@@ -170,6 +170,9 @@ def test_taps_are_counted_as_transformers_counts_them(tiny_pair: tuple[Path, Pat
     target.config.num_hidden_layers = 32
     head = read_head(str(tmp_path / "eagle"), target.config)
     assert head is not None and head.config.taps == [2, 16, 29], "as its authors' own program reads them"
+    (tmp_path / "eagle" / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [3, 9]}))
+    read = read_head(str(tmp_path / "eagle"), target.config)
+    assert read is not None and read.config.taps == [3, 9], "as vLLM does"
     assert head.ids.tolist() == list(range(0, 400, 2))
 
 

@@ -137,7 +137,7 @@ def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
         of = (own.get(TAPS) if isinstance(own, dict) else own) or None
         taps = [tap + 1 if isinstance(tap, int) else tap for tap in of] if isinstance(of, list) else of
         norms = {name: own[name] for name in NORMS if name in own} if isinstance(own, dict) else {}
-        return {**raw, **norms, "join": "attention", "taps": taps}
+        return {**raw, **norms, "join": "attention", "taps": taps or raw.get(TAPS)}
     return None
 
 
