@@ -232,6 +232,21 @@ def test_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
         head(theirs | norms)
 
 
+def test_a_layer_with_a_window_sees_no_further(tmp_path: Path) -> None:
+    source, target = eagle(tmp_path / "head"), LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    config = json.loads((source / "config.json").read_text()) | {"sliding_window": 6}
+    tokens, read = torch.arange(20)[None], torch.randn(2, 20, SIZE)
+    read[1, :5] = read[0, :5]
+    read[1, 6:] = read[0, 6:]
+    for kind, last in (("sliding_attention", 10), ("full_attention", 19)):
+        (source / "config.json").write_text(json.dumps(config | {"layer_types": [kind]}))
+        head = read_head(str(source), target.config)
+        assert head is not None
+        with torch.no_grad():
+            said = [head.checkpoint(target, 128).model(tokens, beside[None]).logits[0] for beside in read]
+        assert (said[0] - said[1]).abs().amax(-1).gt(1e-5).nonzero().flatten().tolist() == list(range(5, last + 1))
+
+
 def test_a_small_llama_is_no_head(tmp_path: Path) -> None:
     config = LlamaConfig(**LAYER)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")

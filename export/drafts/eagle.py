@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -106,7 +106,8 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for width in widths)
         if self.fc is not None and together:
             self.input_norm = LlamaRMSNorm(read, config.rms_norm_eps)
-        self.normed = after
+        self.normed, kinds = after, getattr(config, "layer_types", None) or [""]
+        self.windowed = kinds[0] == "sliding_attention" and bool(getattr(config, "sliding_window", None))
         self.midlayer = JOINS[config.join](config)
         self.norm = nn.Identity() if config.join == "bare" else LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -137,7 +138,8 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         """See FeatureReader; logits of ``draft_vocab_size`` tokens."""
         embedded = self.embed_tokens(tokens)
         # By place: the cache's name is about to change.
-        sees = create_causal_mask(self.config, embedded, mask, cache, position_ids=places)
+        causal = create_sliding_window_causal_mask if self.windowed else create_causal_mask
+        sees = causal(self.config, embedded, mask, cache, position_ids=places)
         own = self.midlayer(embedded, features, self.rotary_emb(embedded, places), sees, cache)
         normed = self.norm(own)
         return self.lm_head(normed), normed if self.normed else own
