@@ -236,8 +236,8 @@ def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> An
         made = kind(**{name: value for name, value in found.items() if name not in drop})
     except Exception as error:  # a configuration's own checks raise what they like
         raise ExportError(f"config.json of '{source}' is wrong: {first_line(error.__cause__ or error)}") from None
-    if reason := rope_refusal(made):
-        raise ExportError(f"'{source}' cannot be exported: {reason}")
+    if (turned := rope_refusal(made)) is not None:
+        raise ExportError(f"'{source}' cannot be exported: {turned}")
     return made
 
 
