@@ -92,10 +92,11 @@ def compute_truth(checkpoint: Checkpoint, reader: FeatureReader | None = None) -
 
 def head_truth(head: Checkpoint, target: Truth) -> Truth:
     """What a head says of its target's rows, whose features it reads: one token less, where the first has none before
-    it. Raises ExportError if a logit is not finite."""
+    it, and no more than its own context takes. Raises ExportError if a logit is not finite."""
     assert target.features is not None
     lag = head.model.lag
-    tokens, beside = target.tokens[:, lag:], target.features[:, : target.tokens.shape[1] - lag]
+    length = min(target.tokens.shape[1] - lag, head.max_context)
+    tokens, beside = target.tokens[:, lag : lag + length], target.features[:, :length]
     with torch.no_grad():
         out = head.model(torch.from_numpy(tokens), torch.from_numpy(beside))
     if not out.logits.isfinite().all():

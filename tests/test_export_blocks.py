@@ -195,7 +195,7 @@ def test_a_device_that_takes_blocks_for_text_is_found_out(made: tuple[Path, Path
 def test_a_block_is_as_long_as_it_was_taught(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = load(tiny_pair[0]).model.config
     for form, most in (("plain", 15), ("windowed", 7)):
-        head = read_head(str(published(tmp_path / form, form)), target)
+        head = read_head(str(published(tmp_path / form, form, input_embedding_scale=None)), target)
         assert head is not None and (head.mask, head.block) == (MASK, most)
 
 
@@ -216,6 +216,9 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "of a deeper target": ({"num_target_layers": 9}, "num_target_layers is 9, the target's 2"),
     "reads too far": ({"dflash_config": OWN | {"target_layer_ids": [0, 2]}}, "target_layer_ids[1] must be from 0 to 1"),
     "reads nothing": ({"dflash_config": OWN | {"target_layer_ids": []}}, "target_layer_ids[0] must be from 0 to 1"),
+    "reads one layer": ({"dflash_config": OWN | {"target_layer_ids": 1}}, "target_layer_ids[0] must be from 0 to 1"),
+    "scales by a word": ({"output_multiplier": "1"}, "config.json: output_multiplier must be a number, not '1'"),
+    "turns dynamically": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic-NTK rope rescales"),
     "has no mask": ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id must be from 0 to 511, not None"),
     "is no block": ({"block_size": 1}, "block_size must be from 2"),
     "is no qwen3": ({"model_type": "llama"}, "a head whose layer is a llama's cannot be exported, only a qwen3's"),

@@ -19,7 +19,9 @@ import leadout
 from leadout.bundle import Bundle, ModelEntry
 from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export.build import export_pair
+from leadout.export.checkpoints.pairing import Vocabulary
 from leadout.export.drafts.choice import DraftChoice, choose_draft
+from leadout.export.drafts.ids import DraftIds
 from leadout.scripts.cli import main
 
 pytestmark = pytest.mark.usefixtures("captures_once")
@@ -273,6 +275,19 @@ def test_a_draft_with_another_tokenizer(tiny_pair: tuple[Path, Path], foreign_dr
     (out / "draft" / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer\.json has 2 bytes"):
         leadout.load(out)
+
+
+def test_an_end_of_text_that_is_no_token_is_no_end(tiny_pair: tuple[Path, Path], foreign_draft: Path) -> None:
+    """Small models may keep the id that another's text ends with."""
+    read = (
+        Vocabulary.read(str(path), path / "tokenizer.json", size)
+        for path, size in ((tiny_pair[0], 512), (foreign_draft, 400))
+    )
+    ids = DraftIds.choose(*read, None, ())
+    ids._join_ends((50256, -1), (0,))
+    assert ids.match.outputs[-1] != 0 and not np.isin(ids.match.outputs, 0).any()
+    ids._join_ends((50256, 1), (50256, -1, 0))
+    assert ids.match.outputs[1] == 0
 
 
 def test_a_draft_whose_tokenizer_is_too_far_away(

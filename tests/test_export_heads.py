@@ -38,6 +38,7 @@ from leadout.export.build import export_pair
 from leadout.export.capture.taps import tapped
 from leadout.export.drafts.eagle import FeatureHead
 from leadout.export.drafts.head_checkpoint import read_head
+from leadout.export.golden import Truth, head_truth
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
@@ -85,11 +86,13 @@ def speculators(folder: Path) -> Path:
         "speculators_model_type": "eagle3",
         "transformer_layer_config": LAYER | {"model_type": "llama"},
         "draft_vocab_size": VOCAB,
-        "norm_before_residual": True,
         "eagle_aux_hidden_state_layer_ids": [1, 1, 2],
     }
-    tensors = weights(**EAGLE | {"norm_before_residual": True})
-    return write(folder, config, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()})
+    norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
+    tensors = weights(**EAGLE | norms)
+    return write(
+        folder, config | norms, {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    )
 
 
 def ours(folder: Path) -> Path:
@@ -167,6 +170,9 @@ def test_taps_are_counted_as_transformers_counts_them(tiny_pair: tuple[Path, Pat
     target.config.num_hidden_layers = 32
     head = read_head(str(tmp_path / "eagle"), target.config)
     assert head is not None and head.config.taps == [2, 16, 29], "as its authors' own program reads them"
+    (tmp_path / "eagle" / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [3, 9]}))
+    read = read_head(str(tmp_path / "eagle"), target.config)
+    assert read is not None and read.config.taps == [3, 9], "as vLLM does"
     assert head.ids.tolist() == list(range(0, 400, 2))
 
 
@@ -193,6 +199,52 @@ def test_the_first_eagle_norms_nothing_but_what_its_mlp_reads(tiny_pair: tuple[P
         out = out + (torch.nn.functional.silu(gate) * up) @ of["layers.0.mlp.down_proj.weight"].T
         assert torch.allclose(found.hidden_states, out, atol=1e-4)
         assert torch.allclose(found.logits, target.lm_head(out), atol=1e-3)
+
+
+def test_the_norms_of_eagle_3_1(tmp_path: Path) -> None:
+    """Of each stream, of all of them together, and of what stands for a feature of a token that was drafted."""
+    target = LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 6}))
+    norms, source = {"fc_norm": True, "norm_before_fc": True}, speculators(tmp_path / "head")
+    of = weights(**EAGLE | norms)
+    of |= {name: value + 0.3 * torch.randn(value.shape) for name, value in of.items() if "norm" in name}
+    save_file(of, source / "model.safetensors")
+    theirs, streams = json.loads((source / "config.json").read_text()), torch.randn(3, 1, 5, SIZE)
+
+    def head(config: dict[str, Any]) -> Any:
+        (source / "config.json").write_text(json.dumps(config))
+        found = read_head(str(source), target.config)
+        assert found is not None
+        return found.checkpoint(target, 128).model
+
+    of_authors = LAYER | {"architectures": ["LlamaForCausalLMEagle3"]}
+    forms = [lambda more: theirs | norms | more, lambda more: of_authors | {"eagle_config": norms | more}]
+    for form in forms:
+        model, plain = head(form({"norm_output": True})), head(form({"norm_output": False}))
+        each = [norm(stream, of[f"fc_norm.{i}.weight"]) for i, stream in enumerate(streams)]
+        with torch.no_grad():
+            read = norm(torch.cat(each, -1), of["input_norm.weight"]) @ of["fc.weight"].T
+            assert torch.allclose(model.feature(streams), read, atol=1e-4)
+            said, own = (head_(torch.arange(5)[None], read) for head_ in (model, plain))
+            assert torch.allclose(said.hidden_states, norm(own.hidden_states, of["norm.weight"]), atol=1e-4)
+            assert torch.equal(said.logits, own.logits)
+    save_file({name: value for name, value in of.items() if name != "input_norm.weight"}, source / "model.safetensors")
+    with pytest.raises(ExportError, match=r"its files lack input_norm\.weight"):
+        head(theirs | norms)
+
+
+def test_a_layer_with_a_window_sees_no_further(tmp_path: Path) -> None:
+    source, target = eagle(tmp_path / "head"), LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    config = json.loads((source / "config.json").read_text()) | {"sliding_window": 6}
+    tokens, read = torch.arange(20)[None], torch.randn(2, 20, SIZE)
+    read[1, :5] = read[0, :5]
+    read[1, 6:] = read[0, 6:]
+    for kind, last in (("sliding_attention", 10), ("full_attention", 19)):
+        (source / "config.json").write_text(json.dumps(config | {"layer_types": [kind]}))
+        head = read_head(str(source), target.config)
+        assert head is not None
+        with torch.no_grad():
+            said = [head.checkpoint(target, 128).model(tokens, beside[None]).logits[0] for beside in read]
+        assert (said[0] - said[1]).abs().amax(-1).gt(1e-5).nonzero().flatten().tolist() == list(range(5, last + 1))
 
 
 def test_a_small_llama_is_no_head(tmp_path: Path) -> None:
@@ -264,6 +316,18 @@ def test_its_features_are_planned_for_and_no_engine_s(made: tuple[Path, Path]) -
         assert plan(entry, load).cache - without.cache == 3 * 4 * SIZE * bucket(104, coarse=False)
     with pytest.raises(ExportError, match="the target gives features, which engines do not"):
         require_buildable(Bundle.read(made[1]).manifest.models["target"], "fp16")
+
+
+def test_its_golden_rows_are_no_longer_than_its_context(tmp_path: Path) -> None:
+    """Behind it, what a head says on its own and by its graph would differ."""
+    target = LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    head = read_head(str(ours(tmp_path / "head")), target.config)
+    assert head is not None
+    truth = Truth(np.zeros((3, 32), np.int64), np.zeros((3, 32, VOCAB), np.float32), np.ones((3, 32, SIZE), np.float32))
+    for context, length in ((12, 12), (128, 31)):
+        said = head_truth(head.checkpoint(target, context), truth)
+        assert said.beside is not None and said.tokens.shape == said.beside.shape[:2] == said.logits.shape[:2]
+        assert said.tokens.shape == (3, length)
 
 
 def test_another_target_cannot_use_it(made: tuple[Path, Path], tiny_bundle: Path) -> None:
@@ -374,6 +438,75 @@ def test_weights_in_pytorch_s_own_format(tiny_pair: tuple[Path, Path], tmp_path:
     torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
     (head / "model.safetensors").unlink()
     answers_are_the_target_s(export_pair(tiny_pair[0], head, tmp_path / "bundle", draft_precision="fp32"))
+
+
+@pytest.mark.parametrize("form", [eagle, first])
+def test_weights_in_parts(form: Callable[[Path], Path], tmp_path: Path) -> None:
+    target = LlamaConfig(**LAYER | {"num_hidden_layers": 2})
+    source = form(tmp_path / "head")
+    whole = read_head(str(source), target)
+    tensors, named = load_file(source / "model.safetensors"), {}
+    (source / "model.safetensors").unlink()
+    for i, name in enumerate(tensors):
+        named[name] = f"model-{i % 2}.safetensors"
+        save_file({n: v for n, v in tensors.items() if named.get(n) == named[name]}, source / named[name])
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": named}))
+    parts = read_head(str(source), target)
+    assert whole is not None and parts is not None and whole.config.join == parts.config.join
+    assert whole.weights.keys() == parts.weights.keys() and np.array_equal(whole.ids, parts.ids)
+    assert all(torch.equal(parts.weights[name], value) for name, value in whole.weights.items())
+    (source / "model-1.safetensors").unlink()
+    with pytest.raises(ExportError, match=r"index.json names model-1.safetensors, which is not there"):
+        read_head(str(source), target)
+
+
+SAID: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
+    (eagle, {"eagle_config": "all"}, "the layers it reads must be from 1 to 2, its target's, not 'all'"),
+    (eagle, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["1"]}}, "the layers it reads must be from 1 to 2"),
+    (eagle, {"draft_vocab_size": "200"}, "draft_vocab_size must be from 1 to 512, not '200'"),
+    (eagle, {"draft_vocab_size": None}, "d2t must name 512 different tokens of the target, not [200] of int64"),
+    (ours, {"join": None}, "join must be one of attention, projection, bare, not None"),
+    (ours, {"hidden_act": "none"}, "KeyError: 'none'"),
+    (ours, {"rope_scaling": {"rope_type": "mrope"}}, "KeyError: 'mrope'"),
+    (ours, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic-NTK rope rescales every position"),
+    (ours, {"num_key_value_heads": 0}, "cannot be exported: its code in transformers raises ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("form", "change", "message"), SAID, ids=[next(iter(change)) for _, change, _ in SAID])
+def test_what_its_config_says_in_another_way_is_refused(
+    form: Callable[[Path], Path], change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source, target = form(tmp_path / "head"), LlamaForCausalLM(LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ExportError, match=re.escape(message)):
+        head = read_head(str(source), target.config)
+        assert head is not None
+        head.checkpoint(target, 128)
+
+
+def test_sizes_that_its_config_leaves_open_are_its_target_s(tmp_path: Path) -> None:
+    source = ours(tmp_path / "head")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | {"vocab_size": None, "target_hidden_size": None, "architectures": 1})
+    )
+    head = read_head(str(source), LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
+    assert head is not None and (head.config.vocab_size, head.config.target_hidden_size) == (VOCAB, SIZE)
+
+
+@pytest.mark.parametrize(
+    "offsets", [torch.tensor(0), torch.arange(199), torch.arange(200)[:, None], torch.arange(200).bfloat16()]
+)
+def test_offsets_that_are_not_one_for_each_token(offsets: torch.Tensor, tmp_path: Path) -> None:
+    """One for all would have been taken for each of them, and 16 bits do not hold ids."""
+    source = eagle(tmp_path / "head")
+    save_file(load_file(source / "model.safetensors") | {"d2t": offsets}, source / "model.safetensors")
+    its = f"not {list(offsets.shape)} of {str(offsets.dtype).removeprefix('torch.')}"
+    with pytest.raises(ExportError, match=re.escape(f"d2t must name 200 different tokens of the target, {its}")):
+        read_head(str(source), LlamaConfig(**LAYER | {"num_hidden_layers": 2}))
 
 
 @pytest.mark.parametrize(

@@ -46,17 +46,15 @@ def context_length(config: Any, wanted: int | None = None) -> int:
 
 def refusal(config: Any) -> str | None:
     """Why no canonical graph can be made of this architecture, or None."""
-    ropes, kinds, window = dict(_ropes(config)), _kinds(config), _kept_window(config)
+    kinds, window = _kinds(config), _kept_window(config)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; Leadout runs decoders"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return "transformers has no causal language model for it"
     if _is_encoder(config):
         return "it is an encoder (is_decoder in its config.json is not true); Leadout runs decoders"
-    if "dynamic" in ropes.values():
-        return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
-    if nested := [name for name, kind in ropes.items() if name is not None and kind == "longrope"]:
-        return f"longrope in one kind of its layers ({nested[0]}) takes its factors by the longest text of a batch"
+    if (turned := rope_refusal(config)) is not None:
+        return turned
     if window is not None and window < TRACED_SLOTS:
         return f"its keep_window_size, from which on it drops tokens, must be at least {TRACED_SLOTS}, not {window}"
     if kinds and kinds <= _NO_ATTENTION:
@@ -65,6 +63,16 @@ def refusal(config: Any) -> str | None:
         return "it keeps recurrent state in a way of its own, which cannot be rolled back by length"
     if (method := method_of(config)) not in (None, WIDENED):
         return f"its weights are quantised ({method}); export the original checkpoint"
+    return None
+
+
+def rope_refusal(config: Any) -> str | None:
+    """Why positions cannot be turned as this configuration says, or None."""
+    ropes = dict(_ropes(config))
+    if "dynamic" in ropes.values():
+        return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
+    if nested := [name for name, kind in ropes.items() if name is not None and kind == "longrope"]:
+        return f"longrope in one kind of its layers ({nested[0]}) takes its factors by the longest text of a batch"
     return None
 
 

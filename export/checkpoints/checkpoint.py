@@ -225,12 +225,14 @@ def find_file(source: str, name: str) -> Path | None:
 
 def weight_files(source: str) -> list[Path]:
     """The safetensors of a checkpoint that transformers reads, one or else the parts that its index names; empty if it
-    has none. Raises ExportError for an index that is none."""
+    has none. Raises ExportError for an index that is none, or names a part that is not there."""
     if (whole := find_file(source, "model.safetensors")) is not None:  # an index beside it was left by an older save
         return [whole]
     index = find_file(source, "model.safetensors.index.json")
-    names = [] if index is None else _indexed(source, index)
-    return [path for name in names if (path := find_file(source, name)) is not None]
+    found = {} if index is None else {name: find_file(source, name) for name in _indexed(source, index)}
+    if index is not None and (missing := [name for name, path in found.items() if path is None]):
+        raise ExportError(f"'{source}' cannot be loaded: {index.name} names {missing[0]}, which is not there")
+    return [path for path in found.values() if path is not None]
 
 
 def _indexed(source: str, index: Path) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -84,10 +84,14 @@ class Bare(LlamaDecoderLayer):  # type: ignore[misc]
 JOINS: dict[str, type[SideBySide | Mixed | Bare]] = {"attention": SideBySide, "projection": Mixed, "bare": Bare}
 
 
+NORMS = ("fc_norm", "norm_before_fc", "norm_output")  # what config.json calls those that EAGLE-3 was without
+
+
 class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
     """The draft. ``config`` is a Llama's of one layer and more: ``join`` (of JOINS), ``draft_vocab_size`` (how many
-    tokens it can say), ``taps`` (of FeatureReader) and ``target_hidden_size``. ``fc`` makes one feature of all streams;
-    where it is None, the only stream is the feature."""
+    tokens it can say), ``taps`` (of FeatureReader) and ``target_hidden_size``. ``fc`` makes one feature of all streams,
+    of each normed by itself (``fc_norm``) or of all together (``norm_before_fc``); where it is None, the only stream is
+    the feature. With ``norm_output`` its own output is normed, too, where it stands for a feature (EAGLE-3.1)."""
 
     config_class = LlamaConfig
 
@@ -96,6 +100,14 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         size, read = config.hidden_size, len(config.taps) * config.target_hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(read, size, bias=False) if getattr(config, "fc", True) else None
+        apart, together, after = (bool(getattr(config, name, False)) for name in NORMS)
+        if self.fc is not None and apart:
+            widths = [config.target_hidden_size] * len(config.taps)
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for width in widths)
+        if self.fc is not None and together:
+            self.input_norm = LlamaRMSNorm(read, config.rms_norm_eps)
+        self.normed, kinds = after, getattr(config, "layer_types", None) or [""]
+        self.windowed = kinds[0] == "sliding_attention" and bool(getattr(config, "sliding_window", None))
         self.midlayer = JOINS[config.join](config)
         self.norm = nn.Identity() if config.join == "bare" else LlamaRMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
@@ -115,12 +127,19 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
 
     def feature(self, streams: Sequence[Tensor]) -> Tensor:
         """What the head reads [B, S, H] of the target's streams [B, S, target_hidden_size]."""
-        return streams[0] if self.fc is None else self.fc(torch.cat(tuple(streams), -1))
+        if self.fc is None:
+            return streams[0]
+        if (norms := getattr(self, "fc_norm", None)) is not None:
+            streams = [norm(stream) for norm, stream in zip(norms, streams, strict=True)]
+        both = torch.cat(tuple(streams), -1)
+        return self.fc(both if (norm := getattr(self, "input_norm", None)) is None else norm(both))
 
     def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
         """See FeatureReader; logits of ``draft_vocab_size`` tokens."""
         embedded = self.embed_tokens(tokens)
         # By place: the cache's name is about to change.
-        sees = create_causal_mask(self.config, embedded, mask, cache, position_ids=places)
+        causal = create_sliding_window_causal_mask if self.windowed else create_causal_mask
+        sees = causal(self.config, embedded, mask, cache, position_ids=places)
         own = self.midlayer(embedded, features, self.rotary_emb(embedded, places), sees, cache)
-        return self.lm_head(self.norm(own)), own
+        normed = self.norm(own)
+        return self.lm_head(normed), normed if self.normed else own

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...engines.providers import first_line
 from ...errors import ExportError, shown
-from ..checkpoints.checkpoint import Checkpoint, find_file
+from ..capture.refusals import own_code, rope_refusal
+from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
-from .eagle import JOINS, FeatureHead
+from .eagle import JOINS, NORMS, FeatureHead
 
-FILES = ("model.safetensors", "pytorch_model.bin")
+PICKLED = "pytorch_model.bin"
+TAPS = "eagle_aux_hidden_state_layer_ids"  # what config.json calls the layers that are read
 _SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
 
 
@@ -59,7 +62,8 @@ class Head:
         ):
             if name not in weights:
                 weights[name] = table.detach().clone()
-        model = self.module(self.config)
+        with own_code(f"'{self.source}'"):
+            model = self.module(self.config)
         for name, own in model.state_dict().items():
             if name in weights and weights[name].shape != own.shape:
                 sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
@@ -97,18 +101,21 @@ def read_head(source: str, target: Any) -> Head | None:
         renamed |= {"fc.": "midlayer.eh_proj."}
     config = _checked(source, found, target.get_text_config())
     weights = _weights(source, renamed)
-    offsets = weights.pop("d2t", None)
-    ids = np.arange(config.draft_vocab_size)
+    return Head(source, config, weights, _ids(source, config, weights.pop("d2t", None)))
+
+
+def _ids(source: str, config: Any, offsets: Tensor | None) -> Ids:
+    """What the head's tokens are called: ``offsets`` (d2t) say how far each is from its place. Raises ExportError."""
+    size, ids = config.draft_vocab_size, np.arange(config.draft_vocab_size)
+    if offsets is None and size != config.vocab_size:
+        raise ExportError(f"'{source}': it says {size} tokens, and no d2t which ones")
     if offsets is not None:
-        ids = ids + offsets.numpy().astype(np.int64)
-    elif config.draft_vocab_size != config.vocab_size:
-        raise ExportError(f"'{source}': it says {config.draft_vocab_size} tokens, and no d2t which ones")
-    if (
-        ids.shape != (config.draft_vocab_size,)
-        or np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < ids.size
-    ):
-        raise ExportError(f"'{source}': d2t must name {config.draft_vocab_size} different tokens of the target")
-    return Head(source, config, weights, ids)
+        rounded = offsets.is_floating_point() and offsets.dtype.itemsize < 4
+        ids = ids[:0] if rounded or offsets.shape != ids.shape else ids + offsets.long().numpy()
+    if np.unique(ids[(ids >= 0) & (ids < config.vocab_size)]).size < size:
+        its = "" if offsets is None else f", not {list(offsets.shape)} of {str(offsets.dtype).removeprefix('torch.')}"
+        raise ExportError(f"'{source}': d2t must name {size} different tokens of the target{its}")
+    return ids
 
 
 def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -118,36 +125,40 @@ def _settings(source: str, raw: Mapping[str, Any]) -> dict[str, Any] | None:
             raise ExportError(f"'{source}' is a speculator of kind {shown(kind)}; Leadout knows eagle3")
         own = {
             name: raw[name]
-            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size")
+            for name in ("draft_vocab_size", "norm_before_residual", "target_hidden_size", *NORMS)
             if name in raw
         }
-        return {**layer, **own, "join": "attention", "taps": raw.get("eagle_aux_hidden_state_layer_ids")}
+        return {**layer, **own, "join": "attention", "taps": raw.get(TAPS)}
     if "join" in raw:
         return dict(raw)
     if "Eagle3" in _architecture(raw) or "draft_vocab_size" in raw:
         # SpecForge counts the layers whose output is read, all others those that read it.
-        of = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        return {**raw, "join": "attention", "taps": [tap + 1 for tap in of] if of else None}
+        own = raw.get("eagle_config") or {}
+        of = (own.get(TAPS) if isinstance(own, dict) else own) or None
+        taps = [tap + 1 if isinstance(tap, int) else tap for tap in of] if isinstance(of, list) else of
+        norms = {name: own[name] for name in NORMS if name in own} if isinstance(own, dict) else {}
+        return {**raw, **norms, "join": "attention", "taps": taps or raw.get(TAPS)}
     return None
 
 
 def _checked(source: str, found: dict[str, Any], target: Any) -> LlamaConfig:
     """The configuration, with what follows from ``target`` filled in. Raises ExportError."""
     size, layers = target.hidden_size, target.num_hidden_layers + (found.get("join") == "bare")
-    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
     found = {name: value for name, value in found.items() if value is not None}
+    found = {"target_hidden_size": size, "vocab_size": target.vocab_size, **found}
     taps = found.setdefault("taps", [2, layers // 2, layers - 3])  # EAGLE-3's
-    found.setdefault("draft_vocab_size", found["vocab_size"])
+    says = found.setdefault("draft_vocab_size", found["vocab_size"])
     fits = isinstance(taps, list) and all(isinstance(tap, int) and 1 <= tap <= layers for tap in taps)
     if not fits or not taps:
         raise ExportError(
             f"'{source}': the layers it reads must be from 1 to {layers}, its target's, not {shown(taps)}"
         )
-    if found["join"] not in JOINS:
-        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(found['join'])}")
+    if str(join := found.get("join")) not in JOINS:
+        raise ExportError(f"'{source}': join must be one of {', '.join(JOINS)}, not {shown(join)}")
     if (count := found.get("num_hidden_layers", 1)) != 1:
         raise ExportError(f"'{source}': a head of {count} layers cannot be exported, only of 1")
     _check_target(source, {name: found[name] for name in ("vocab_size", "target_hidden_size")}, target)
+    _check_range(source, "draft_vocab_size", says, 1, target.vocab_size)
     if not found.get("fc", True) and (len(taps) > 1 or found.get("hidden_size") != size):
         raise ExportError(f"'{source}': without fc it must read one layer, and be {size} wide as its target is")
     return _configuration(source, LlamaConfig, found)
@@ -171,9 +182,9 @@ def _block_head(source: str, raw: Mapping[str, Any], target: Any) -> Head:
             "draft_vocab_size": config.vocab_size,
             "mask_token_id": said["mask_token_id"],
             "causal": [kind == SLIDING if causal is None else bool(causal) for kind in kinds],
-            "scale": float(said.get("input_embedding_scale", 1.0)),
-            "multiplier": float(said.get("output_multiplier", 1.0)),
-            "softcap": float(said.get("final_logit_softcapping") or 0.0),
+            "scale": _number(source, said, "input_embedding_scale", 1.0),
+            "multiplier": _number(source, said, "output_multiplier", 1.0),
+            "softcap": _number(source, said, "final_logit_softcapping", 0.0),
         }
     )
     weights, ids = _weights(source, {}), np.arange(config.vocab_size)
@@ -188,18 +199,31 @@ def _block_settings(source: str, raw: Mapping[str, Any], target: Any) -> dict[st
     if kind not in ("DFlashDraftModel", "dflash") or said.get("attention_mode") not in (None, "gqa", "mha"):
         raise ExportError(f"'{source}': a head of kind {shown(kind)} cannot be exported, only a DFlashDraftModel")
     _check_target(source, {"vocab_size": said["vocab_size"]}, target)
-    layers, taps = target.num_hidden_layers, said.get("target_layer_ids")
+    layers, listed = target.num_hidden_layers, said.get("target_layer_ids")
+    taps = listed if isinstance(listed, list) and listed else [None]
     if said.get("num_target_layers", layers) != layers:
         its = f"num_target_layers is {said['num_target_layers']}, the target's {layers}"
         raise ExportError(f"'{source}' is no head of this target: {its}")
     for name, value, least, most in (
-        *((f"target_layer_ids[{i}]", tap, 0, layers - 1) for i, tap in enumerate(taps or [None])),
+        *((f"target_layer_ids[{i}]", tap, 0, layers - 1) for i, tap in enumerate(taps)),
         ("mask_token_id", said.get("mask_token_id"), 0, target.vocab_size - 1),
         ("block_size", said["block_size"], 2, 1 << 16),
     ):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ExportError(f"'{source}': config.json: {name} must be from {least} to {most}, not {shown(value)}")
+        _check_range(source, name, value, least, most)
     return said
+
+
+def _check_range(source: str, name: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ExportError(f"'{source}': config.json: {name} must be from {least} to {most}, not {shown(value)}")
+
+
+def _number(source: str, said: Mapping[str, Any], name: str, default: float) -> float:
+    """Raises ExportError for what is neither a number nor null, which is what is not said."""
+    value = said.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise ExportError(f"'{source}': config.json: {name} must be a number, not {shown(value)}")
+    return default if value is None else float(value)
 
 
 def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> Any:
@@ -209,40 +233,54 @@ def _configuration(source: str, kind: type[Any], found: Mapping[str, Any]) -> An
         reason = f"a head whose layer is a {theirs}'s cannot be exported, only a {kind.model_type}'s"
         raise ExportError(f"'{source}': {reason}")
     try:
-        return kind(**{name: value for name, value in found.items() if name not in drop})
+        made = kind(**{name: value for name, value in found.items() if name not in drop})
     except Exception as error:  # a configuration's own checks raise what they like
         raise ExportError(f"config.json of '{source}' is wrong: {first_line(error.__cause__ or error)}") from None
+    if (turned := rope_refusal(made)) is not None:
+        raise ExportError(f"'{source}' cannot be exported: {turned}")
+    return made
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    return str((raw.get("architectures") or [""])[0])
+    named = raw.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def _files(source: str) -> list[Path]:
+    """Those of a head's weights: safetensors, in one or in parts, or else PyTorch's own. Raises ExportError for an
+    index that is none, or parts that are not there."""
+    if found := weight_files(source):
+        return found
+    path = find_file(source, PICKLED)
+    return [] if path is None else [path]
 
 
 def _names(source: str) -> set[str]:
-    """Of the tensors in a head's one file, as they stand there; none where it cannot be read: who loads it says so."""
-    path = next((path for name in FILES if (path := find_file(source, name)) is not None), None)
-    try:
-        if path is None:
+    """Of a head's tensors; none where they cannot be read: who loads them says so."""
+    found = set[str]()
+    for path in _files(source):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    found |= set(file.keys())
+            else:
+                found |= set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        except Exception:  # pickle and safetensors raise what they like
             return set()
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return set(file.keys())
-        return set(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except Exception:  # pickle and safetensors raise what they like
-        return set()
+    return {name.removeprefix("model.") for name in found}
 
 
 def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
-    """All tensors of a head's one file, ``renamed`` as its module has them. Raises ExportError."""
-    name = next((name for name in FILES if find_file(source, name) is not None), None)
-    if name is None:
-        raise ExportError(f"'{source}' has no weights (one of: {', '.join(FILES)})")
-    path = find_file(source, name)
-    try:
-        safe = name.endswith("safetensors")
-        tensors = load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and safetensors raise what they like
-        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+    """All tensors of a head's files, ``renamed`` as its module has them. Raises ExportError."""
+    if not (files := _files(source)):
+        raise ExportError(f"'{source}' has no weights (one of: model.safetensors, {PICKLED})")
+    tensors = dict[str, Tensor]()
+    for path in files:
+        try:
+            safe = path.suffix == ".safetensors"
+            tensors |= load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle and safetensors raise what they like
+            raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
     named = {key.removeprefix("model."): value for key, value in tensors.items() if not key.endswith(_SAYS_NOTHING)}
     for theirs, ours in renamed.items():
         named = {key.replace(theirs, ours): value for key, value in named.items()}

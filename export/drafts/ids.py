@@ -70,6 +70,8 @@ class DraftIds:
 
     def _join_ends(self, theirs: Sequence[int], ours: Sequence[int]) -> None:
         """The draft's end of text is the target's, whatever it is called; changes ``match.outputs``."""
+        theirs = [i for i in theirs if 0 <= i < self.match.outputs.size]  # small models may keep GPT-2's 50256
+        ours = [i for i in ours if 0 <= i < self.match.target_logits]
         if theirs and ours and not np.isin(self.match.outputs, ours).any():
             self.match.outputs[theirs[0]] = ours[0]
 
