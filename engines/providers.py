@@ -43,7 +43,12 @@ def installed() -> dict[str, str]:
 
 
 def onnxruntime() -> Any:
-    """Import onnxruntime. Raises EngineError if it is missing, or installed twice over."""
+    """Import onnxruntime. Raises EngineError if it is missing, or installed twice over.
+
+    Its official builds write what they were used for into the user's home and report it to Microsoft, unless they are
+    told otherwise before they are loaded: they are, where the environment says nothing.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     found = installed()
     if len(found) > 1:
         names = " and ".join(found)

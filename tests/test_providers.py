@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def test_what_is_missing_is_one_line_and_no_crash(tiny_bundle: Path, provider: s
 def test_the_cpu_is_always_there(tiny_bundle: Path) -> None:
     require("cpu")
     assert json.loads(run("doctor", "--json").stdout)["gpu"].startswith("no ") == no_gpu()
+
+
+def test_the_runtime_writes_nothing_into_a_home_unless_it_is_asked_to(tmp_path: Path) -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    alone |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = "import os\nfrom leadout.engines import require\nrequire('cpu')\nprint(os.environ['ORT_DISABLE_TELEMETRY'])"
+    for said, expected in (({}, "1"), ({"ORT_DISABLE_TELEMETRY": "0"}, "0")):
+        done = subprocess.run([sys.executable, "-c", code], env=alone | said, stdout=subprocess.PIPE, check=True)
+        assert done.stdout.decode().strip() == expected
+        if not said:
+            assert list(tmp_path.rglob("*")) == []
 
 
 def test_an_sdk_that_is_not_there_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
