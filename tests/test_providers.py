@@ -194,8 +194,9 @@ def test_tensorrt_s_providers_are_asked_for_by_name_and_asserted(
     monkeypatch.setattr(providers, "onnxruntime", lambda: there)
     providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
     assert [name for name, _ in there.given] == [TENSORRT, CUDA], "what the first does not take runs on the second"
-    with pytest.raises(EngineError, match=r"'ort-tensorrt-rtx' is not in this onnxruntime .* TensorRT's own libraries"):
+    with pytest.raises(EngineError, match=r"is not in this onnxruntime .* TensorRT's own libraries") as missing:
         providers.open_session(tmp_path, provider="ort-tensorrt-rtx", threads=1)
+    assert "pip install 'leadout[cuda]'" not in str(missing.value), "that has it no more than what is installed"
     fallen = Sessions([TENSORRT, CUDA], [CUDA])
     monkeypatch.setattr(providers, "onnxruntime", lambda: fallen)
     with pytest.raises(EngineError, match="'ort-tensorrt' fell back to CUDAExecutionProvider"):
