@@ -37,12 +37,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: `import leadout` itself loads no runtime."""
-    if name not in __all__:
-        raise AttributeError(f"module 'leadout' has no attribute '{name}'")
-    home = ".errors" if name.endswith("Error") else ".runtime.pair"
-    return getattr(importlib.import_module(home, __name__), name)
+if not TYPE_CHECKING:  # to a type checker a module with this function has every name, misspelt ones, too
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name at its first use: `import leadout` itself loads no runtime."""
+        if name not in __all__:
+            raise AttributeError(f"module 'leadout' has no attribute '{name}'")
+        home = ".errors" if name.endswith("Error") else ".runtime.pair"
+        return getattr(importlib.import_module(home, __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ are installed by pip into environments of their own, convert the checkpoints wit
 after prompt in turns: one process a mode, all others stopped meanwhile. Rates are after the prompt; ``+prompt`` counts
 it. Greedy outputs are compared with Leadout's. What cannot be installed or run is one line, with the reason.
 
-"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py), "large" with one of 473 M, "mixture" with
+"Grown" is the demo pair with a target of 105 M parameters (scripts/grow.py), "large" with one of 492 M, "mixture" with
 one of 629 M, two of whose 16 experts take a token. transformers is measured in fp32 alone: its weights of few bits need
 a further package on a CPU. llama.cpp's Python package speculates by prompt lookup only.
 """

@@ -20,6 +20,13 @@ EXECUTION_PROVIDERS = {
     "ort-tensorrt": "TensorrtExecutionProvider",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
+_MISSING = {
+    "cpu": "pip install 'leadout[cpu]'",
+    "cuda": "pip install 'leadout[cuda]'",
+    "ort-tensorrt": "pip install 'leadout[cuda]'; TensorrtExecutionProvider also needs TensorRT's own libraries",
+    "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider is a plugin of NVIDIA's, which leadout[cuda] does not bring,"
+    " and needs TensorRT's own libraries; engines of leadout build need no plugin: pip install 'leadout[tensorrt-rtx]'",
+}  # what helps
 _SPIN_US = "200"  # microseconds
 _OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
@@ -43,7 +50,12 @@ def installed() -> dict[str, str]:
 
 
 def onnxruntime() -> Any:
-    """Import onnxruntime. Raises EngineError if it is missing, or installed twice over."""
+    """Import onnxruntime. Raises EngineError if it is missing, or installed twice over.
+
+    Its official builds write what they were used for into the user's home and report it to Microsoft, unless they are
+    told otherwise before they are loaded: they are, where the environment says nothing.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     found = installed()
     if len(found) > 1:
         names = " and ".join(found)
@@ -73,10 +85,8 @@ def require(provider: str) -> Any:
     ort = onnxruntime()
     have = ort.get_available_providers()
     if EXECUTION_PROVIDERS[provider] not in have:
-        needed = "" if provider == "cuda" else f"; {EXECUTION_PROVIDERS[provider]} also needs TensorRT's own libraries"
         raise EngineError(
-            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}):"
-            f" pip install 'leadout[cuda]'{needed}"
+            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): {_MISSING[provider]}"
         )
     return ort
 

@@ -63,7 +63,8 @@ class Sessions:
             try:
                 check_file(self._model.folder, described)
             except BundleError:
-                raise BundleError(f"{path} was changed since this bundle was opened; open it again") from None
+                happened = "was changed" if path.exists() else "is gone"
+                raise BundleError(f"{path} {happened} since this bundle was opened; open it again") from None
             self._stamps[described.file] = now
 
     def want_graphs(self, wanted: bool) -> None:

@@ -20,7 +20,7 @@ from .controller.tuned import Device, this_device
 from .controller.tuned import read as read_tuned
 from .decoder import Decoder, Event
 from .grammars import Grammars
-from .prompts import Chat, Prompt, Request, check_ids, check_text, is_single
+from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_single
 from .ranges import flag, integer, one_of
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
@@ -76,13 +76,13 @@ class Pair:
     @overload
     def generate(self, /, prompt: str | Chat | Request, *, n: None = None, **settings: Any) -> Result: ...
     @overload
-    def generate(self, /, prompt: Sequence[int], *, n: None = None, **settings: Any) -> Result: ...
+    def generate(self, /, prompt: Ids, *, n: None = None, **settings: Any) -> Result: ...
     @overload
     def generate(self, /, prompt: Sequence[Prompt], *, n: None = None, **settings: Any) -> list[Result]: ...
     @overload
     def generate(self, /, prompt: str | Chat | Request, *, n: int, **settings: Any) -> list[Result]: ...
     @overload
-    def generate(self, /, prompt: Sequence[int], *, n: int, **settings: Any) -> list[Result]: ...
+    def generate(self, /, prompt: Ids, *, n: int, **settings: Any) -> list[Result]: ...
     @overload
     def generate(self, /, prompt: Sequence[Prompt], *, n: int, **settings: Any) -> list[list[Result]]: ...
 
@@ -153,7 +153,7 @@ class Pair:
             prompt, given = prompt.prompt, {**given, **prompt.settings}
         return self.token_ids(prompt), self.settings(given)
 
-    def token_ids(self, prompt: str | Sequence[int] | Chat) -> list[int]:
+    def token_ids(self, prompt: str | Ids | Chat) -> list[int]:
         """The ids of a prompt, given as text, as ids or as a Chat. Raises UsageError for what is none of them, and
         BundleError for a Chat where the bundle has no chat template."""
         if isinstance(prompt, Chat):

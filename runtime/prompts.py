@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import UsageError, shown
 from .ranges import integer, is_array
 from .settings import check_names
+
+Ids = Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Chat:
@@ -32,7 +37,7 @@ class Chat:
 class Request:
     """A prompt (text, token ids or a Chat) with settings of its own, which win over those of the whole call."""
 
-    def __init__(self, /, prompt: str | Sequence[int] | Chat, **settings: Any) -> None:
+    def __init__(self, /, prompt: str | Ids | Chat, **settings: Any) -> None:
         """Raises UsageError for a setting that does not exist, and for what is not one prompt."""
         if isinstance(prompt, Request) or not is_single(prompt):
             raise UsageError(f"a Request takes one prompt, text, token ids or a Chat, not {shown(prompt)}")
@@ -44,7 +49,7 @@ class Request:
         self.settings = check_names(settings)
 
 
-Prompt = str | Sequence[int] | Chat | Request
+Prompt = str | Ids | Chat | Request
 _KINDS = "text, token ids, a Chat or a Request"
 
 

@@ -86,11 +86,12 @@ class Stats:
 
     @property
     def total_seconds(self) -> float:
+        """Seconds of the whole request, prefill included."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of the whole request, prefill included."""
+        """New tokens a second of ``total_seconds``."""
         return self.tokens / self.total_seconds if self.total_seconds else 0.0
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def command(bundle: str, provider: str, draft_provider: str | None, threads: int | None, as_json: bool) -> None:
     """Check BUNDLE here, without PyTorch: golden logits, step widths, and the same tokens with and without a draft.
 
-    Exits with 7 if anything fails.
+    Exits with 7 if anything fails; with 3, at once, if the files are not as the manifest says.
     """
     from ..runtime.check import run
 

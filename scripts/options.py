@@ -28,7 +28,7 @@ class BundlePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-BUNDLE = BundlePath()
+BUNDLE = BundlePath(readable=False)  # a folder need not be listed; what cannot be read of it is a BundleError
 
 
 class Text(click.types.StringParamType):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import threading
 import time
+import typing
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -402,3 +404,14 @@ def test_the_face_is_exactly_what_it_says() -> None:
     assert set(dir(leadout)) == set(leadout.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = leadout.nothing
+
+
+def test_types_allow_what_may_be_given_and_no_misspelt_name(root: Path) -> None:
+    """An array is a prompt to a type checker, too, and a module with a ``__getattr__`` would have every name."""
+    ids = NDArray[np.integer[Any]]
+    allowed = [typing.get_type_hints(each)["prompt"] for each in typing.get_overloads(Pair.generate)]
+    assert sum(ids in typing.get_args(each) for each in allowed) == 2  # with n and without
+    for each in (Pair.stream, Pair.token_ids, Request.__init__):
+        assert ids in typing.get_args(typing.get_type_hints(each)["prompt"])
+    known = ast.parse((root / "__init__.py").read_text(encoding="utf-8")).body
+    assert "__getattr__" not in [each.name for each in known if isinstance(each, ast.FunctionDef)]

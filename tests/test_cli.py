@@ -310,6 +310,14 @@ def test_a_bundle_without_a_name_is_not_the_one_in_the_current_directory(
     assert result.stderr == "leadout: no bundle at '': the name is empty\n"
 
 
+def test_a_bundle_s_folder_need_not_be_listed(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of mode 711 of another user's; root may read everything."""
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tiny_bundle and access(path, mode))
+    result = run("plan", tiny_bundle)
+    assert result.exit_code == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

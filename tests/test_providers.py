@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,17 @@ def test_what_is_missing_is_one_line_and_no_crash(tiny_bundle: Path, provider: s
 def test_the_cpu_is_always_there(tiny_bundle: Path) -> None:
     require("cpu")
     assert json.loads(run("doctor", "--json").stdout)["gpu"].startswith("no ") == no_gpu()
+
+
+def test_the_runtime_writes_nothing_into_a_home_unless_it_is_asked_to(tmp_path: Path) -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    alone |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = "import os\nfrom leadout.engines import require\nrequire('cpu')\nprint(os.environ['ORT_DISABLE_TELEMETRY'])"
+    for said, expected in (({}, "1"), ({"ORT_DISABLE_TELEMETRY": "0"}, "0")):
+        done = subprocess.run([sys.executable, "-c", code], env=alone | said, stdout=subprocess.PIPE, check=True)
+        assert done.stdout.decode().strip() == expected
+        if not said:
+            assert list(tmp_path.rglob("*")) == []
 
 
 def test_an_sdk_that_is_not_there_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +194,9 @@ def test_tensorrt_s_providers_are_asked_for_by_name_and_asserted(
     monkeypatch.setattr(providers, "onnxruntime", lambda: there)
     providers.open_session(tmp_path, provider="ort-tensorrt", threads=1)
     assert [name for name, _ in there.given] == [TENSORRT, CUDA], "what the first does not take runs on the second"
-    with pytest.raises(EngineError, match=r"'ort-tensorrt-rtx' is not in this onnxruntime .* TensorRT's own libraries"):
+    with pytest.raises(EngineError, match=r"is not in this onnxruntime .* TensorRT's own libraries") as missing:
         providers.open_session(tmp_path, provider="ort-tensorrt-rtx", threads=1)
+    assert "pip install 'leadout[cuda]'" not in str(missing.value), "that has it no more than what is installed"
     fallen = Sessions([TENSORRT, CUDA], [CUDA])
     monkeypatch.setattr(providers, "onnxruntime", lambda: fallen)
     with pytest.raises(EngineError, match="'ort-tensorrt' fell back to CUDAExecutionProvider"):

@@ -178,6 +178,16 @@ def test_costs_are_kept_per_device(bundle: Path) -> None:
     assert [path.name for path in bundle.iterdir() if path.name.startswith(".")] == [], "nothing is left behind"
 
 
+def test_who_may_read_a_bundle_may_read_its_costs(bundle: Path) -> None:
+    (bundle / "leadout.json").chmod(0o444)
+    before = os.umask(0o077)
+    try:
+        path = tuned.write(Bundle.read(bundle), tuned.this_device(**WHERE), COSTS)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
     device = tuned.this_device(**WHERE)
     tuned.write(Bundle.read(bundle), device, COSTS)

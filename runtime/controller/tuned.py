@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import stat
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -117,7 +118,8 @@ def read(bundle: Bundle, device: Device) -> tuple[tuple[Cost, ...], str]:
 
 
 def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
-    """Put the costs of ``device`` into the bundle, in place of what it had; whole or not at all.
+    """Put the costs of ``device`` into the bundle, in place of what it had; whole or not at all. Who may read the
+    manifest may read them, whatever the umask: a bundle is not opened beside a table that cannot be read.
 
     Tables of other devices stay if they belong to the same export. Raises BundleError if it cannot be written.
     """
@@ -128,6 +130,7 @@ def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
     aside = path.with_name(f".{TUNED}.{os.getpid()}.partial")
     try:
         aside.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
+        aside.chmod(stat.S_IMODE((bundle.path / MANIFEST).stat().st_mode) | stat.S_IWUSR)
         aside.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
