@@ -101,11 +101,10 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.fc = nn.Linear(read, size, bias=False) if getattr(config, "fc", True) else None
         apart, together, after = (bool(getattr(config, name, False)) for name in NORMS)
-        if self.fc is not None and apart:
-            widths = [config.target_hidden_size] * len(config.taps)
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for width in widths)
-        if self.fc is not None and together:
-            self.input_norm = LlamaRMSNorm(read, config.rms_norm_eps)
+        mixes, each, eps = self.fc is not None, config.target_hidden_size, config.rms_norm_eps
+        norms = [LlamaRMSNorm(each, eps) for _ in config.taps]
+        self.fc_norm = nn.ModuleList(norms) if mixes and apart else None
+        self.input_norm = LlamaRMSNorm(read, eps) if mixes and together else None
         self.normed, kinds = after, getattr(config, "layer_types", None) or [""]
         self.windowed = kinds[0] == "sliding_attention" and bool(getattr(config, "sliding_window", None))
         self.midlayer = JOINS[config.join](config)
@@ -129,10 +128,10 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         """What the head reads [B, S, H] of the target's streams [B, S, target_hidden_size]."""
         if self.fc is None:
             return streams[0]
-        if (norms := getattr(self, "fc_norm", None)) is not None:
-            streams = [norm(stream) for norm, stream in zip(norms, streams, strict=True)]
-        both = torch.cat(tuple(streams), -1)
-        return self.fc(both if (norm := getattr(self, "input_norm", None)) is None else norm(both))
+        if self.fc_norm is not None:
+            streams = [norm(stream) for norm, stream in zip(self.fc_norm, streams, strict=True)]
+        together = torch.cat(tuple(streams), -1)
+        return self.fc(together if self.input_norm is None else self.input_norm(together))
 
     def say(self, tokens: Tensor, features: Tensor, places: Tensor, mask: Any, cache: Any) -> tuple[Tensor, Tensor]:
         """See FeatureReader; logits of ``draft_vocab_size`` tokens."""
