@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         LeadoutError,
         UsageError,
     )
-    from .runtime.pair import Chat, Pair, Piece, Request, Result, load
+    from .runtime.pair import Chat, Pair, Piece, Request, Result, Stream, load
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "Piece",
     "Request",
     "Result",
+    "Stream",
     "UsageError",
     "__version__",
     "load",
