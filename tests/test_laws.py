@@ -101,6 +101,14 @@ def test_sampled_drafts_leave_the_law_alone(rule, vocab, length, zeros):
     assert distance(joint_law(rule, p, q, vocab, length), truth) < TIGHT
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_laws_in_float32_leave_the_law_alone_to_their_own_precision(rule):
+    """As those of every engine are but the toy's."""
+    rng = np.random.default_rng(11)
+    p, q = ({text: law.astype(np.float32) for text, law in rows_by_context(rng, 4, 3).items()} for _ in "pq")
+    assert distance(joint_law(rule, p, q, 4, 2), target_law(p.__getitem__, 4, 3)) < 1e-6
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("drafted", [(0,), (2, 2), (1, 0, 2)])
 def test_fixed_drafts_leave_the_law_alone(drafted, zeros):

@@ -17,7 +17,7 @@ from .confidence import Watch
 @dataclass(slots=True)
 class Draft:
     """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter. ``q`` are arrays float64 [V]: of a chain one a token; of a tree q[n + 1] is what the children
+    name of the drafter. ``q`` are arrays [V]: of a chain one a token; of a tree q[n + 1] is what the children
     of node n were drawn from and q[0] what the root's were, of none where a node has no children. ``classes`` say how
     sure of each token the drafter was, where that was watched. With ``parents`` the tokens are a tree
     (``rules/trees.py``), else a chain."""

@@ -44,8 +44,8 @@ class Chain:
     order of ids. At temperature 0 only 1-4 apply. ``drafted`` is always what the draft put between the committed
     text and the position of the row: penalties and the grammar see it.
 
-    What comes of logits is of their dtype, and as exact as they are: float32 of an engine that computes. (In float64,
-    to which a model's laws mean nothing, a row of 151,936 tokens takes twice the time.)
+    What comes of logits is of their dtype, and as exact as they are: float32 of an engine that computes. (Float64 would
+    add digits that no such logit has, and take twice the time for a row of 151,936 tokens.)
     """
 
     def __init__(
