@@ -14,6 +14,7 @@ Each message is one line and names the thing and the legal range, or the next co
 from __future__ import annotations
 
 import reprlib
+import shlex
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 60, 60, 60
@@ -64,6 +65,11 @@ class CheckError(LeadoutError):
 def not_installed(error: ModuleNotFoundError) -> ExportError:
     """What to say where an export stops for want of a package."""
     return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
+
+
+def typed(path: object) -> str:
+    """A path in a command, as a shell takes it."""
+    return shlex.quote(str(path))
 
 
 def shown(value: object) -> str:

@@ -175,6 +175,9 @@ def test_costs_are_kept_per_device(bundle: Path) -> None:
     assert tuned.read(found, other) == (tuple(COSTS[:1]), "")
     costs, note = tuned.read(found, dataclasses.replace(device, processor="another"))
     assert costs == () and "does not know this device" in note
+    spaced = dataclasses.replace(found, path=Path(shutil.copytree(bundle, bundle.with_name("my pair"))))
+    _, note = tuned.read(spaced, dataclasses.replace(device, processor="another"))
+    assert note.endswith("my pair'") and "leadout tune '" in note, "as a shell takes it"
     assert [path.name for path in bundle.iterdir() if path.name.startswith(".")] == [], "nothing is left behind"
 
 

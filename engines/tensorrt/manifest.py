@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...bundle import Model, file_entry, parse
-from ...errors import BundleError, EngineError
+from ...errors import BundleError, EngineError, typed
 
 PORTABLE = "portable"
 
@@ -58,7 +58,7 @@ class EngineManifest:
         where = "" if self.sdk == "tensorrt" else f" --sm {self.compute_capability}"
         sizes = f"--max-batch {verify.max_batch} --max-draft {verify.max_width - 1} --max-prefill {prefill.max_width}"
         kind = f"--sdk {self.sdk} --precision {self.precision}{where}"
-        return f"leadout build {bundle} {kind} {sizes} --capacity {self.capacity} --top {self.top}"
+        return f"leadout build {typed(bundle)} {kind} {sizes} --capacity {self.capacity} --top {self.top}"
 
 
 def dump(manifest: EngineManifest) -> str:
@@ -118,5 +118,5 @@ def _candidate(model: Model, sdk: str, compute_capability: str) -> Path:
     have = f" (it has: {', '.join(others)})" if others else ""
     wanted = f"{sdk} engine for compute capability {compute_capability}"
     where = "" if sdk == "tensorrt" else f" --sm {compute_capability}"
-    command = f"leadout build {model.folder.parent} --sdk {sdk}{where}"
+    command = f"leadout build {typed(model.folder.parent)} --sdk {sdk}{where}"
     raise EngineError(f"{model.folder} has no {wanted}{have}; build it: {command}")

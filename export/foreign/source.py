@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...bundle import SAMPLING, CacheShape
-from ...errors import EngineError, ExportError, shown
+from ...errors import EngineError, ExportError, shown, typed
 from .graph import Graph, inside, is_plain, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
@@ -205,7 +205,7 @@ def _choose(root: Path) -> Path:
         )
     if found:
         raise ExportError(f"'{root}' has no {GRAPHS[0]}; name the graph to take, one of: {', '.join(found)}")
-    raise ExportError(f"'{root}' has no ONNX graph; a checkpoint is exported with: leadout export {root}")
+    raise ExportError(f"'{root}' has no ONNX graph; a checkpoint is exported with: leadout export {typed(root)}")
 
 
 def _context(config: Fields) -> tuple[int, str]:

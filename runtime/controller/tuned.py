@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ...bundle import MANIFEST, Bundle, parse, read_json
-from ...errors import BundleError, shown
+from ...errors import BundleError, shown, typed
 from ..ranges import integer
 from ..settings import MAX_GUESS_LENGTH
 from .costs import PARTS, Cost
@@ -111,9 +111,9 @@ def read(bundle: Bundle, device: Device) -> tuple[tuple[Cost, ...], str]:
         return (), ""
     found = _read(path)
     if found.manifest != _manifest(bundle):
-        return (), f"{TUNED} was measured with another export; measure again with: leadout tune {bundle.path}"
+        return (), f"{TUNED} was measured with another export; measure again with: leadout tune {typed(bundle.path)}"
     costs = next((tuning.costs for tuning in found.tunings if tuning.device == device), ())
-    other = f"{TUNED} does not know this device used this way; measure with: leadout tune {bundle.path}"
+    other = f"{TUNED} does not know this device used this way; measure with: leadout tune {typed(bundle.path)}"
     return costs, "" if costs else other
 
 
