@@ -295,6 +295,18 @@ def test_a_round_tosses_for_what_it_asks(monkeypatch: pytest.MonkeyPatch, drafts
     assert len(asked) == len(set(asked)) == tossed
 
 
+def test_no_token_is_drawn_for_what_float32_rounds_off() -> None:
+    """Between a block's sum and that of its numbers one by one lies a ten-millionth, and no token."""
+    rng, drawn = np.random.default_rng(2), set[int]()
+    law = np.exp(rng.normal(size=64)).astype(np.float32)
+    law[63] = 1e-40
+    ends = law.cumsum(dtype=np.float64) / np.add.reduceat(law, [0])[0]
+    for edge in (ends[-2], 1.0 - 1e-9):
+        drawn |= {draw(law, uniform) for uniform in np.linspace(edge - 1e-6, min(edge + 1e-6, 1.0 - 1e-9), 2001)}
+    assert drawn == {62}
+    assert draw(law, 1.0) == 63
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200, 4097])
 def test_a_draw_is_the_inverse_of_the_cumulative_law(size: int) -> None:
     rng = np.random.default_rng(size)

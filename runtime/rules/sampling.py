@@ -304,15 +304,17 @@ def draw(law: Probs, uniform: float) -> int:
 
 
 def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
-    """``draw``, and the total. Summed in blocks: one by one, the numbers wait for each other."""
+    """``draw``, and the total. Summed in blocks: one by one, the numbers wait for each other. (A block's sum, of the
+    law's dtype, and that of its numbers one by one differ in the last bits, so it is a share of the block that is
+    looked for: what lies between the two would be the last token's, however unlikely that is.)"""
     if (starts := _starts.get(law.size)) is None:
         starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
     upto = np.add.reduceat(law, starts).cumsum(dtype=np.float64)
-    total = float(upto[-1])
+    total = upto.item(-1)
     wanted = uniform * total
     block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
-    first, before = block * _BLOCK, float(upto[block - 1]) if block else 0.0
-    sums = law[first : first + _BLOCK].cumsum(dtype=np.float64)
-    sums += before
-    place = int(sums.searchsorted(wanted, side="right"))
+    first, before = block * _BLOCK, upto.item(block - 1) if block else 0.0
+    mass, sums = upto.item(block) - before, law[first : first + _BLOCK].cumsum(dtype=np.float64)
+    share = (wanted - before) / mass if mass else 1.0
+    place = int(sums.searchsorted(share * sums.item(-1), side="right"))
     return first + place if place < sums.size else int(np.flatnonzero(law[: first + _BLOCK])[-1]), total
