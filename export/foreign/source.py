@@ -140,7 +140,7 @@ def _concat(root: Path, place: Path) -> Source:
     there = (root / "generation_config.json").exists()
     generation = Fields.read(root, "generation_config.json") if there else Fields(root / "generation_config.json", {})
     graph = read_graph(_choose(root) if place.is_dir() else place, root)
-    limit, note = _context(config)
+    limit, note = _turning(graph, *_context(config))
     named = [*config.names("architectures"), config.text("model_type") or "unknown"]
     return Source(
         root=root,
@@ -176,6 +176,7 @@ def _genai(root: Path, place: Path) -> Source:
     if 0 < window < limit and not graph.windowed:
         # the graph attends to everything and relies on a runtime that forgets; inside one window both are the same
         limit, note = window, f"context limited to the sliding window of {window}: the graph itself has none"
+    limit, note = _turning(graph, limit, note)
     if limit < _LEAST:
         raise ExportError(f"{config.path}: sliding_window.window_size must be at least {_LEAST}, not {limit}")
     return Source(
@@ -221,8 +222,17 @@ def _context(config: Fields) -> tuple[int, str]:
     for name in names:
         for fields in (config, rope):
             if fields.values.get(name) and (limit := fields.integer(name, _LEAST)):
-                return limit, f"context limited to {limit}: one set of rope factors" if kind == "longrope" else ""
+                return limit, _one_set(limit) if kind == "longrope" else ""
     raise ExportError(f"{config.path}: says no context length (one of: {', '.join(_CONTEXT)})")
+
+
+def _turning(graph: Graph, limit: int, note: str) -> tuple[int, str]:
+    """No more positions than the graph has one set of rope factors for."""
+    return (limit, note) if graph.turn is None or limit <= graph.turn else (graph.turn, _one_set(graph.turn))
+
+
+def _one_set(limit: int) -> str:
+    return f"context limited to {limit}: one set of rope factors"
 
 
 def _vocabulary(graph: Graph, config: Fields) -> int:
