@@ -319,6 +319,21 @@ def test_an_odd_default_is_named(tmp_path: Path, values: dict[str, object], reas
     assert re.search(rf"generation_config\.json: {reason}", refusal(root, tmp_path / "bundle"))
 
 
+def test_defaults_that_no_answer_will_get_are_told(tmp_path: Path) -> None:
+    asked = {"suppress_tokens": [3], "repetition_penalty": 1.2, "num_beams": 1, "no_repeat_ngram_size": 0}
+    one, other = directory(tmp_path / "one", decoder()), genai_directory(tmp_path / "other", decoder(Form(gqa=True)))
+    (one / "generation_config.json").write_text(json.dumps(asked))
+    config = json.loads((other / "genai_config.json").read_text())
+    (other / "genai_config.json").write_text(json.dumps(config | {"search": asked | {"do_sample": True}}))
+    for source, said in (
+        (one, "generation_config.json asks for repetition_penalty, suppress_tokens"),
+        (other, "genai_config.json asks for suppress_tokens"),
+    ):
+        lines: list[str] = []
+        import_pair(source, None, tmp_path / "bundle", progress=lines.append)
+        assert f"target: {said}: not among the bundle's defaults" in lines
+
+
 def test_nested_too_deep_is_no_configuration(tmp_path: Path) -> None:
     root = directory(tmp_path / "model", decoder())
     (root / "config.json").write_text("[" * 200_000)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...bundle import SAMPLING, CacheShape
 from ...errors import EngineError, ExportError, shown
+from ..checkpoints.defaults import unmet
 from .graph import Graph, inside, is_plain, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
@@ -20,7 +21,8 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequen
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model directory, understood. ``root`` holds its configuration and tokenizer; lengths count tokens."""
+    """A model directory, understood. ``root`` holds its configuration and tokenizer; lengths count tokens;
+    ``unmet`` says what its defaults ask for that no answer will get."""
 
     root: Path
     graph: Graph
@@ -31,6 +33,7 @@ class Source:
     cache: tuple[CacheShape, ...]
     eos_token_ids: tuple[int, ...]
     sampling: Mapping[str, float]
+    unmet: str
     note: str
 
 
@@ -152,6 +155,7 @@ def _concat(root: Path, place: Path) -> Source:
         cache=_cache(graph, config, ("num_key_value_heads", "num_attention_heads"), "head_dim"),
         eos_token_ids=(generation if "eos_token_id" in generation.values else config).ids("eos_token_id"),
         sampling=generation.sampling(),
+        unmet=unmet(generation.path.name, generation.values, generation.sampling()),
         note=note,
     )
 
@@ -160,7 +164,7 @@ def _genai(root: Path, place: Path) -> Source:
     config = Fields.read(root, GENAI)
     model = config.section("model")
     decoder = model.section("decoder")
-    kind = model.text("type") or "unknown"
+    search, kind = config.section("search"), model.text("type") or "unknown"
     if extra := sorted({"encoder", "vision", "speech", "embedding", "encoder_decoder_init"} & model.values.keys()):
         raise ExportError(f"'{root}' is a {kind} model with its own {extra[0]} graph; Leadout runs decoders")
     name = decoder.text("filename") or ""
@@ -188,7 +192,8 @@ def _genai(root: Path, place: Path) -> Source:
         max_context=limit,
         cache=_cache(graph, decoder, ("num_key_value_heads",), "head_size"),
         eos_token_ids=model.ids("eos_token_id"),
-        sampling=config.section("search").sampling(),
+        sampling=search.sampling(),
+        unmet=unmet(GENAI, search.values, search.sampling()),
         note=note,
     )
 
