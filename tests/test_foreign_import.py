@@ -361,6 +361,20 @@ def test_only_what_a_graph_leaves_open_is_asked_for(tmp_path: Path) -> None:
     assert read_source(directory(tmp_path / "said", left)).cache[0].heads == 2
 
 
+def test_a_head_without_a_width_of_its_own_has_its_part_of_the_hidden_size(tmp_path: Path) -> None:
+    """As Qwen 2's and Llama's, in graphs of onnxruntime-genai 0.18, whose caches leave the width open."""
+    left = decoder()
+    for port in (*left.graph.input, *left.graph.output):
+        if "key" in port.name or "value" in port.name:
+            port.type.tensor_type.shape.dim[3].dim_param = "kv_cache_dim"
+    with pytest.raises(ExportError, match="leaves heads or width open"):
+        read_source(directory(tmp_path / "nothing", left))
+    target = directory(tmp_path / "model", left, hidden_size=HIDDEN)
+    with leadout.load(import_pair(target, None, tmp_path / "bundle"), threads=1) as pair:
+        assert pair.bundle.manifest.models["target"].cache[0].key_dim == HIDDEN // 2
+        assert len(pair.generate([1, 2], max_new_tokens=4, ignore_eos=True).token_ids) == 4
+
+
 def test_a_graph_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = directory(tmp_path / "model", decoder())
     monkeypatch.chdir(root / "onnx")

@@ -250,11 +250,18 @@ def _vocabulary(graph: Graph, config: Fields) -> int:
 def _cache(graph: Graph, config: Fields, heads: tuple[str, ...], width: str) -> tuple[CacheShape, ...]:
     """The graph's shapes; the configuration is asked for what these leave open, and for nothing else."""
     left = any(None in (port.shape[1], port.shape[3]) for port in graph.signature.past)
-    found = [config.integer(name, 1) for name in (*heads, width) if left]
+    found = [config.integer(name, 1) for name in heads if left]
+    wide = (config.integer(width, 1) or _width(config)) if left else None
     try:
-        return graph.signature.cache(next(filter(None, found[:-1]), None), found[-1] if left else None)
+        return graph.signature.cache(next(filter(None, found), None), wide)
     except EngineError as error:
         raise ExportError(f"{graph.path}: {error}") from None
+
+
+def _width(config: Fields) -> int | None:
+    """Of a head, where it has no name of its own: most configurations leave it to these two."""
+    hidden, heads = config.integer("hidden_size", 1), config.integer("num_attention_heads", 1)
+    return hidden // heads if hidden and heads and hidden % heads == 0 else None
 
 
 def _whole(value: object) -> int | None:
