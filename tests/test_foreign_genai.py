@@ -9,9 +9,21 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from support_foreign import CONTEXT, NEAR, VOCAB, Form, decoder, engine, genai_directory, reference, weights
+from support_foreign import (
+    CONTEXT,
+    NEAR,
+    VOCAB,
+    Form,
+    decoder,
+    directory,
+    engine,
+    genai_directory,
+    reference,
+    weights,
+)
 from support_graphs import rounds_alike
 
+from leadout import load
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import EngineError, ExportError
@@ -77,6 +89,17 @@ def test_import_reads_the_configuration(tmp_path: Path) -> None:
     tokens = np.arange(6)[None]
     out = open_engine(bundle.model("target")).forward(tokens, np.zeros(1, np.int64))
     np.testing.assert_allclose(out[0], reference(weights(), tokens[0]), atol=NEAR)
+
+
+@pytest.mark.parametrize("form", [Form(), Form(positions=False, window=6)], ids=["plain", "window"])
+def test_a_graph_that_makes_its_cache_anew_is_no_less_the_builder_s(tmp_path: Path, form: Form) -> None:
+    """As it writes MultiHeadAttention: past_present_share_buffer is false there."""
+    sources = genai_directory(tmp_path / "one", decoder(form)), directory(tmp_path / "other", decoder(form))
+    texts = []
+    for source in sources:
+        with load(import_pair(source, None, tmp_path / "bundle"), threads=1) as pair:
+            texts.append(pair.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True).token_ids)
+    assert texts[0] == texts[1] and len(texts[0]) == 20
 
 
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ class Graph:
     ``turn``: behind so many tokens it rotates all positions of a step by other factors than before; a text that grows
     beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does.
     ``per_tensor``: activations are quantised with one scale for all tokens of a step, so a token's logits depend on
-    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``parameters`` counts
-    stored weights (4-bit ones by their number, not by their bytes).
+    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can
+    write keys and values where they read them. ``parameters`` counts stored weights (4-bit ones by their number, not by
+    their bytes).
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Graph:
     precision: str
     per_tensor: bool
     windowed: bool
+    in_place: bool
     parameters: int
     turn: int | None
     data: tuple[Path, ...]
@@ -60,6 +62,7 @@ def read_graph(path: Path, root: Path) -> Graph:
         precision=_precision(nodes, tensors),
         per_tensor=any(node.op_type in _PER_TENSOR for node in nodes),
         windowed=any(_attribute(node, "local_window_size", -1) > 0 for node in nodes),
+        in_place=any(node.op_type == "GroupQueryAttention" for node in nodes),
         parameters=_count(nodes, tensors),
         turn=_turn(model.graph),
         data=tuple(sorted({_beside(path, root, tensor) for tensor in tensors if _location(tensor) is not None})),

@@ -186,7 +186,7 @@ def _genai(root: Path, place: Path) -> Source:
     return Source(
         root=root,
         graph=graph,
-        dialect="genai",
+        dialect="genai" if graph.in_place else "concat",
         architecture=kind,
         vocab_size=_vocabulary(graph, model),
         max_context=limit,
