@@ -8,9 +8,22 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from support_foreign import CONTEXT, NEAR, VOCAB, Form, decoder, engine, genai_directory, reference, weights
+from onnx import helper, numpy_helper
+from support_foreign import (
+    CONTEXT,
+    NEAR,
+    VOCAB,
+    Form,
+    decoder,
+    directory,
+    engine,
+    genai_directory,
+    reference,
+    weights,
+)
 from support_graphs import rounds_alike
 
+from leadout import load
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import EngineError, ExportError
@@ -78,6 +91,17 @@ def test_import_reads_the_configuration(tmp_path: Path) -> None:
     np.testing.assert_allclose(out[0], reference(weights(), tokens[0]), atol=NEAR)
 
 
+@pytest.mark.parametrize("form", [Form(), Form(positions=False, window=6)], ids=["plain", "window"])
+def test_a_graph_that_makes_its_cache_anew_is_no_less_the_builder_s(tmp_path: Path, form: Form) -> None:
+    """As it writes MultiHeadAttention: past_present_share_buffer is false there."""
+    sources = genai_directory(tmp_path / "one", decoder(form)), directory(tmp_path / "other", decoder(form))
+    texts = []
+    for source in sources:
+        with load(import_pair(source, None, tmp_path / "bundle"), threads=1) as pair:
+            texts.append(pair.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True).token_ids)
+    assert texts[0] == texts[1] and len(texts[0]) == 20
+
+
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:
     blind = genai_directory(tmp_path / "blind", decoder(Form(gqa=True)), window=9)
     knows = genai_directory(tmp_path / "knows", decoder(Form(gqa=True, window=9)), window=9)
@@ -85,6 +109,26 @@ def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> 
     target, draft = (bundle.manifest.models[role] for role in ("target", "draft"))
     assert target.max_context == 9 and "sliding window of 9" in target.note
     assert draft.max_context == CONTEXT and "window" not in draft.note
+
+
+@pytest.mark.parametrize("shifts", [False, True], ids=["tables", "positions"])
+def test_a_text_never_grows_from_one_set_of_rope_factors_into_another(tmp_path: Path, shifts: bool) -> None:
+    """As the builder writes a Phi's longrope: with a table of each, or both in one and positions that are shifted."""
+    model = decoder(Form(gqa=True))
+    made = [helper.make_node("Constant", [], ["turn"], value=numpy_helper.from_array(np.array(17, np.int64)))]
+    if shifts:
+        made.append(helper.make_node("ReduceMax", ["position_ids"], ["furthest"], keepdims=0))
+        made.append(helper.make_node("GreaterOrEqual", ["furthest", "turn"], ["far"]))
+    else:
+        table = helper.make_node("Constant", [], ["table"], value=numpy_helper.from_array(np.ones(3, np.float32)))
+        kept = [helper.make_tensor_value_info("table", onnx.TensorProto.FLOAT, [3])]
+        both = {f"{name}_branch": helper.make_graph([table], name, [], kept) for name in ("then", "else")}
+        made.append(helper.make_node("Greater", ["t_wide", "turn"], ["far"]))
+        made.append(helper.make_node("If", ["far"], ["chosen"], **both))
+    model.graph.node.extend(made)
+    source = genai_directory(tmp_path / "made", model)
+    entry = Bundle.read(import_pair(source, None, tmp_path / "bundle")).manifest.models["target"]
+    assert entry.max_context == 17 and "context limited to 17: one set of rope factors" in entry.note
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,21 @@ def test_an_odd_default_is_named(tmp_path: Path, values: dict[str, object], reas
     assert re.search(rf"generation_config\.json: {reason}", refusal(root, tmp_path / "bundle"))
 
 
+def test_defaults_that_no_answer_will_get_are_told(tmp_path: Path) -> None:
+    asked = {"suppress_tokens": [3], "repetition_penalty": 1.2, "num_beams": 1, "no_repeat_ngram_size": 0}
+    one, other = directory(tmp_path / "one", decoder()), genai_directory(tmp_path / "other", decoder(Form(gqa=True)))
+    (one / "generation_config.json").write_text(json.dumps(asked))
+    config = json.loads((other / "genai_config.json").read_text())
+    (other / "genai_config.json").write_text(json.dumps(config | {"search": asked | {"do_sample": True}}))
+    for source, said in (
+        (one, "generation_config.json asks for repetition_penalty, suppress_tokens"),
+        (other, "genai_config.json asks for suppress_tokens"),
+    ):
+        lines: list[str] = []
+        import_pair(source, None, tmp_path / "bundle", progress=lines.append)
+        assert f"target: {said}: not among the bundle's defaults" in lines
+
+
 def test_nested_too_deep_is_no_configuration(tmp_path: Path) -> None:
     root = directory(tmp_path / "model", decoder())
     (root / "config.json").write_text("[" * 200_000)
@@ -344,6 +359,20 @@ def test_only_what_a_graph_leaves_open_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="num_key_value_heads must be an integer from 1"):
         read_source(directory(tmp_path / "left", left, num_key_value_heads=[2, 2]))
     assert read_source(directory(tmp_path / "said", left)).cache[0].heads == 2
+
+
+def test_a_head_without_a_width_of_its_own_has_its_part_of_the_hidden_size(tmp_path: Path) -> None:
+    """As Qwen 2's and Llama's, in graphs of onnxruntime-genai 0.18, whose caches leave the width open."""
+    left = decoder()
+    for port in (*left.graph.input, *left.graph.output):
+        if "key" in port.name or "value" in port.name:
+            port.type.tensor_type.shape.dim[3].dim_param = "kv_cache_dim"
+    with pytest.raises(ExportError, match="leaves heads or width open"):
+        read_source(directory(tmp_path / "nothing", left))
+    target = directory(tmp_path / "model", left, hidden_size=HIDDEN)
+    with leadout.load(import_pair(target, None, tmp_path / "bundle"), threads=1) as pair:
+        assert pair.bundle.manifest.models["target"].cache[0].key_dim == HIDDEN // 2
+        assert len(pair.generate([1, 2], max_new_tokens=4, ignore_eos=True).token_ids) == 4
 
 
 def test_a_graph_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

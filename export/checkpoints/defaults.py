@@ -55,10 +55,17 @@ def choose_sampling(folder: Path, sampling: Mapping[str, float], progress: Progr
             progress(f"target: {FILE}: {name} must be {legal}, not {shown(value)}; left out")
     path = folder / FILE
     asked = (read_object(path) if path.is_file() else None) or {}
-    names = WITHOUT_DEFAULT if sampling else (*WITHOUT_DEFAULT, "repetition_penalty")
-    if unmet := sorted(name for name in names if asked.get(name) not in _OFF):
-        progress(f"target: {FILE} asks for {', '.join(unmet)}: not among the bundle's defaults")
+    if said := unmet(FILE, asked, sampling):
+        progress(f"target: {said}")
     return kept
+
+
+def unmet(file: str, asked: Mapping[str, object], sampling: Mapping[str, float]) -> str:
+    """What a ``file`` of defaults asks for that no answer will get, whose ``sampling`` a bundle has; empty where there
+    is nothing."""
+    names = WITHOUT_DEFAULT if sampling else (*WITHOUT_DEFAULT, "repetition_penalty")
+    found = sorted(name for name in names if asked.get(name) not in _OFF)
+    return f"{file} asks for {', '.join(found)}: not among the bundle's defaults" if found else ""
 
 
 def read_object(path: Path) -> dict[str, object] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ...engines.foreign_graph import Port, Signature
 from ...errors import EngineError, ExportError
@@ -20,9 +21,12 @@ _INTEGER = {"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "Q
 class Graph:
     """A decoder graph on disk. ``data`` are the files of external tensors beside it.
 
+    ``turn``: behind so many tokens it rotates all positions of a step by other factors than before; a text that grows
+    beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does.
     ``per_tensor``: activations are quantised with one scale for all tokens of a step, so a token's logits depend on
-    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``parameters`` counts
-    stored weights (4-bit ones by their number, not by their bytes).
+    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can
+    write keys and values where they read them. ``parameters`` counts stored weights (4-bit ones by their number, not by
+    their bytes).
     """
 
     path: Path
@@ -30,7 +34,9 @@ class Graph:
     precision: str
     per_tensor: bool
     windowed: bool
+    in_place: bool
     parameters: int
+    turn: int | None
     data: tuple[Path, ...]
 
 
@@ -56,7 +62,9 @@ def read_graph(path: Path, root: Path) -> Graph:
         precision=_precision(nodes, tensors),
         per_tensor=any(node.op_type in _PER_TENSOR for node in nodes),
         windowed=any(_attribute(node, "local_window_size", -1) > 0 for node in nodes),
+        in_place=any(node.op_type == "GroupQueryAttention" for node in nodes),
         parameters=_count(nodes, tensors),
+        turn=_turn(model.graph),
         data=tuple(sorted({_beside(path, root, tensor) for tensor in tensors if _location(tensor) is not None})),
     )
 
@@ -141,6 +149,30 @@ def _size(tensor: TensorProto) -> int:
     for n in tensor.dims:
         size *= n
     return size
+
+
+def _turn(graph: GraphProto) -> int | None:
+    """Where the rope of a Phi ("longrope") changes its factors, as onnxruntime-genai's builder writes it: the length is
+    compared with a constant, which chooses between two tables (``If``), or shifts all positions into the second one."""
+    made = {name: node for node in graph.node for name in node.output}
+    known = {tensor.name: tensor for tensor in graph.initializer}
+    known |= {node.output[0]: a.t for node in graph.node for a in node.attribute if a.name == "value"}
+    asked = [made.get(node.input[0]) for node in graph.node if node.op_type == "If" and _holds_tables(node)]
+    asked += [
+        node
+        for node in graph.node
+        if node.op_type == "GreaterOrEqual" and (of := made.get(node.input[0])) and of.op_type == "ReduceMax"
+    ]
+    found = [known.get(node.input[1]) for node in asked if node and node.op_type in ("Greater", "GreaterOrEqual")]
+    return min((int(numpy_helper.to_array(each).reshape(-1)[0]) for each in found if _is_number(each)), default=None)
+
+
+def _holds_tables(node: NodeProto) -> bool:
+    return all(inner.op_type == "Constant" for graph in _bodies(node) for inner in graph.node)
+
+
+def _is_number(tensor: TensorProto | None) -> TypeGuard[TensorProto]:
+    return tensor is not None and _location(tensor) is None and _size(tensor) == 1
 
 
 def _precision(nodes: list[NodeProto], tensors: list[TensorProto]) -> str:

@@ -58,6 +58,8 @@ def import_pair(
     if not (target.root / "tokenizer.json").is_file():
         raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
     _require_logits(target)
+    if target.unmet:
+        progress(f"target: {target.unmet}")
     if "draft" in sources:
         ids = _match(target, sources["draft"])
         if ids.note:

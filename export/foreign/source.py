@@ -10,6 +10,7 @@ from typing import Any
 
 from ...bundle import SAMPLING, CacheShape
 from ...errors import EngineError, ExportError, shown, typed
+from ..checkpoints.defaults import unmet
 from .graph import Graph, inside, is_plain, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
@@ -20,7 +21,8 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequen
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A model directory, understood. ``root`` holds its configuration and tokenizer; lengths count tokens."""
+    """A model directory, understood. ``root`` holds its configuration and tokenizer; lengths count tokens;
+    ``unmet`` says what its defaults ask for that no answer will get."""
 
     root: Path
     graph: Graph
@@ -31,6 +33,7 @@ class Source:
     cache: tuple[CacheShape, ...]
     eos_token_ids: tuple[int, ...]
     sampling: Mapping[str, float]
+    unmet: str
     note: str
 
 
@@ -140,7 +143,7 @@ def _concat(root: Path, place: Path) -> Source:
     there = (root / "generation_config.json").exists()
     generation = Fields.read(root, "generation_config.json") if there else Fields(root / "generation_config.json", {})
     graph = read_graph(_choose(root) if place.is_dir() else place, root)
-    limit, note = _context(config)
+    limit, note = _turning(graph, *_context(config))
     named = [*config.names("architectures"), config.text("model_type") or "unknown"]
     return Source(
         root=root,
@@ -152,6 +155,7 @@ def _concat(root: Path, place: Path) -> Source:
         cache=_cache(graph, config, ("num_key_value_heads", "num_attention_heads"), "head_dim"),
         eos_token_ids=(generation if "eos_token_id" in generation.values else config).ids("eos_token_id"),
         sampling=generation.sampling(),
+        unmet=unmet(generation.path.name, generation.values, generation.sampling()),
         note=note,
     )
 
@@ -160,7 +164,7 @@ def _genai(root: Path, place: Path) -> Source:
     config = Fields.read(root, GENAI)
     model = config.section("model")
     decoder = model.section("decoder")
-    kind = model.text("type") or "unknown"
+    search, kind = config.section("search"), model.text("type") or "unknown"
     if extra := sorted({"encoder", "vision", "speech", "embedding", "encoder_decoder_init"} & model.values.keys()):
         raise ExportError(f"'{root}' is a {kind} model with its own {extra[0]} graph; Leadout runs decoders")
     name = decoder.text("filename") or ""
@@ -176,18 +180,20 @@ def _genai(root: Path, place: Path) -> Source:
     if 0 < window < limit and not graph.windowed:
         # the graph attends to everything and relies on a runtime that forgets; inside one window both are the same
         limit, note = window, f"context limited to the sliding window of {window}: the graph itself has none"
+    limit, note = _turning(graph, limit, note)
     if limit < _LEAST:
         raise ExportError(f"{config.path}: sliding_window.window_size must be at least {_LEAST}, not {limit}")
     return Source(
         root=root,
         graph=graph,
-        dialect="genai",
+        dialect="genai" if graph.in_place else "concat",
         architecture=kind,
         vocab_size=_vocabulary(graph, model),
         max_context=limit,
         cache=_cache(graph, decoder, ("num_key_value_heads",), "head_size"),
         eos_token_ids=model.ids("eos_token_id"),
-        sampling=config.section("search").sampling(),
+        sampling=search.sampling(),
+        unmet=unmet(GENAI, search.values, search.sampling()),
         note=note,
     )
 
@@ -221,8 +227,17 @@ def _context(config: Fields) -> tuple[int, str]:
     for name in names:
         for fields in (config, rope):
             if fields.values.get(name) and (limit := fields.integer(name, _LEAST)):
-                return limit, f"context limited to {limit}: one set of rope factors" if kind == "longrope" else ""
+                return limit, _one_set(limit) if kind == "longrope" else ""
     raise ExportError(f"{config.path}: says no context length (one of: {', '.join(_CONTEXT)})")
+
+
+def _turning(graph: Graph, limit: int, note: str) -> tuple[int, str]:
+    """No more positions than the graph has one set of rope factors for."""
+    return (limit, note) if graph.turn is None or limit <= graph.turn else (graph.turn, _one_set(graph.turn))
+
+
+def _one_set(limit: int) -> str:
+    return f"context limited to {limit}: one set of rope factors"
 
 
 def _vocabulary(graph: Graph, config: Fields) -> int:
@@ -235,11 +250,18 @@ def _vocabulary(graph: Graph, config: Fields) -> int:
 def _cache(graph: Graph, config: Fields, heads: tuple[str, ...], width: str) -> tuple[CacheShape, ...]:
     """The graph's shapes; the configuration is asked for what these leave open, and for nothing else."""
     left = any(None in (port.shape[1], port.shape[3]) for port in graph.signature.past)
-    found = [config.integer(name, 1) for name in (*heads, width) if left]
+    found = [config.integer(name, 1) for name in heads if left]
+    wide = (config.integer(width, 1) or _width(config)) if left else None
     try:
-        return graph.signature.cache(next(filter(None, found[:-1]), None), found[-1] if left else None)
+        return graph.signature.cache(next(filter(None, found), None), wide)
     except EngineError as error:
         raise ExportError(f"{graph.path}: {error}") from None
+
+
+def _width(config: Fields) -> int | None:
+    """Of a head, where it has no name of its own: most configurations leave it to these two."""
+    hidden, heads = config.integer("hidden_size", 1), config.integer("num_attention_heads", 1)
+    return hidden // heads if hidden and heads and hidden % heads == 0 else None
 
 
 def _whole(value: object) -> int | None:
