@@ -183,8 +183,9 @@ class Stepper:
     ) -> Logits:
         width, rows, more = max(width, self.narrowest), len(pieces), 0
         width += self._even and leaves_one(width) and width < self._widest(past)
-        if self._recording is not None and (wider := recorded_width(width)) <= self._widest(past):
-            width, more = wider, recorded_rows(rows, self.engine.batch) - rows if wider in _RECORDED else 0
+        recorded = self._recording is not None and width <= _RECORDED[-1]
+        if recorded and (wider := recorded_width(width)) <= self._widest(past):
+            width, more = wider, recorded_rows(rows, self.engine.batch) - rows
         if more:  # rows behind those that are alive are nobody's
             pieces, past = [*pieces, *[[]] * more], [*past, *[0] * more]
             index = None if index is None else np.pad(index, ((0, more), (0, 0)))
@@ -258,8 +259,8 @@ class Stepper:
 
 
 def recorded_width(width: int) -> int:
-    """The width that a step of ``width`` tokens is given where steps are recorded."""
-    return next((each for each in _RECORDED if each >= width), width)
+    """The width that a step of ``width`` tokens, 64 at most, is given where steps are recorded."""
+    return next(each for each in _RECORDED if each >= width)
 
 
 def recorded_rows(rows: int, batch: int) -> int:

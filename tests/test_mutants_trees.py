@@ -172,8 +172,8 @@ LOSSY_MUTANTS = [
         "p / max p has a temperature",
         sampling.Chain,
         "weights",
-        "_exponentials(self",
-        "_exponentials(9 * self",
+        "powers(self",
+        "powers(9 * self",
     ),
 ]
 

@@ -129,27 +129,23 @@ class Chain:
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p / max p after processors 1-4 [V]: the law before any temperature."""
-        return _exponentials(self._from_top(logits, drafted))
+        return powers(self._from_top(logits, drafted))
 
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Scores:
         """log p up to a constant [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
         scores = self._tempered(logits, drafted)
         if self._whole:
             return scores
-        weights = self._cut(scores, np.exp(scores, out=buffers.like(scores)))
-        return np.where(weights > 0.0, scores, -math.inf)
+        return np.where(self._cut(scores, powers(scores)) > 0.0, scores, -math.inf)
 
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p up to a factor [V]. Needs temperature > 0."""
         if self.settings.temperature == 1.0 and self.is_bare(drafted):
             row = self._allowed(logits, drafted)
             if _LOW < row.item(row.argmax()) < _HIGH:
-                powers: Probs = np.exp(row, out=buffers.like(row))
-                return powers
+                return powers(row)
         scores = self._tempered(logits, drafted)
-        if self._whole:
-            return _exponentials(scores)
-        return self._cut(scores, np.exp(scores, out=buffers.like(scores)))
+        return powers(scores) if self._whole else self._cut(scores, powers(scores))
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p [V], summing to 1. Needs temperature > 0."""
@@ -290,9 +286,10 @@ class Sampler:
         return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
 
 
-def _exponentials(scores: Scores) -> Probs:
-    """e^scores, in their place."""
-    return np.exp(scores, out=scores)
+def powers(scores: Scores) -> Probs:
+    """e^scores."""
+    weights: Probs = np.exp(scores, out=buffers.like(scores))
+    return weights
 
 
 def draw(law: Probs, uniform: float) -> int:
