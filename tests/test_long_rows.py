@@ -98,6 +98,17 @@ def test_a_nucleus_that_was_looked_for_is_the_sorted_one(
         assert near.sum() < 1e-6 * weights.sum(), "a sum in another order may end at the next weight"
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 2 / 3, 0.667, 1 - 1e-8, 1 - 1e-9])
+def test_a_nucleus_ends_between_two_weights_that_most_tokens_share(top_p: float) -> None:
+    """Where it does, no sample comes between them; and sums of float32 may fall short of a share of nearly all."""
+    weights = np.where(np.arange(VOCAB - VOCAB % 2) % 2, 1.0, 0.5).astype(np.float32)
+    assert nucleus.nucleus_edge(weights, top_p) == (1.0 if top_p <= 2 / 3 else 0.5)
+    scattered = np.random.default_rng(4).choice(np.array([1.0, 0.3, 0.2999], np.float32), 24904)
+    edge = nucleus.nucleus_edge(scattered, top_p)
+    mass = scattered.astype(np.float64)
+    assert mass[scattered >= edge].sum() >= (top_p - 1e-6) * mass.sum() > mass[scattered > edge].sum() - 1e-6 * VOCAB
+
+
 def test_rows_of_one_round_keep_their_numbers() -> None:
     """Laws that are alive at once share no memory; those that are gone leave theirs to the next."""
     chain = Chain(Settings(temperature=0.7), VOCAB, [], ())

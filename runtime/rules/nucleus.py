@@ -45,11 +45,13 @@ def _edge(weights: Row, mass: float, wanted: float) -> float:
         between = weights[(weights >= low) ^ above]
         weight_between = float(np.add.reduce(between))
         wanted -= weight_above
-        if weight_between < wanted:
-            weights, mass = weights[weights < low], mass - weight_above - weight_between
+        if weight_between < wanted and (below := weights[weights < low]).size:
+            weights, mass = below, mass - weight_above - weight_between
             wanted -= weight_between
         elif high == low:
             return float(high)
+        elif between.size == weights.size:
+            break  # they are few numbers, many times each: no sample comes between two of them
         else:
             weights, mass = between, weight_between
     ordered = np.sort(weights)[::-1]

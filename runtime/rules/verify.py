@@ -1,10 +1,10 @@
 """Decides which drafted tokens to keep. Pure functions: randomness comes in, a Verdict goes out.
 
 p = target, q = draft, as in Leviathan et al. (2211.17192); Chen et al. (2302.01318) use the letters the other way
-round. ``x`` are K drafted tokens, ``uniforms`` at least K numbers in [0, 1). ``p(i)``, float64 [V], is the target's
-distribution after the prefix and x_1..x_i, asked for in order and only when needed; it sums to 1, but for p(K), which
-is only drawn from and may have any factor. ``q[i]``, float64 [V], is the very array that x_{i+1} was drawn from, ``q``
-None means that the draft is deterministic (one-hot). ``draw(law)`` samples from unnormalised weights.
+round. ``x`` are K drafted tokens, ``uniforms`` at least K numbers in [0, 1). ``p(i)``, [V] of the logits' dtype, is the
+target's distribution after the prefix and x_1..x_i, asked for in order and only when needed; it sums to 1, but for
+p(K), which is only drawn from and may have any factor. ``q[i]``, [V], is the very array that x_{i+1} was drawn from,
+``q`` None means that the draft is deterministic (one-hot). ``draw(law)`` samples from unnormalised weights.
 """
 
 from __future__ import annotations
