@@ -34,9 +34,9 @@ class Step:
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
     ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is recorded when it is first run,
-    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``: the threads and not their numbers, which go
-    to the next one). Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX
-    Runtime copies them over when they are bound.
+    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``: threads and not their numbers, which are
+    given anew). Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime
+    copies them over when they are bound.
     """
 
     session: Any
