@@ -20,10 +20,11 @@ EXECUTION_PROVIDERS = {
     "ort-tensorrt": "TensorrtExecutionProvider",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
+_GPU_BUILD = "pip install 'leadout[cuda]'"
 _MISSING = {
     "cpu": "pip install 'leadout[cpu]'",
-    "cuda": "pip install 'leadout[cuda]'",
-    "ort-tensorrt": "pip install 'leadout[cuda]'; TensorrtExecutionProvider also needs TensorRT's own libraries",
+    "cuda": _GPU_BUILD,
+    "ort-tensorrt": f"{_GPU_BUILD}; TensorrtExecutionProvider also needs TensorRT's own libraries",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider is a plugin of NVIDIA's, which leadout[cuda] does not bring,"
     " and needs TensorRT's own libraries; engines of leadout build need no plugin: pip install 'leadout[tensorrt-rtx]'",
 }  # what helps
@@ -85,9 +86,10 @@ def require(provider: str) -> Any:
     ort = onnxruntime()
     have = ort.get_available_providers()
     if EXECUTION_PROVIDERS[provider] not in have:
-        raise EngineError(
-            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): {_MISSING[provider]}"
-        )
+        helps = _MISSING[provider]
+        if helps.startswith(_GPU_BUILD) and "onnxruntime" in installed():  # beside each other neither would work
+            helps = f"pip uninstall -y onnxruntime, then {helps}"
+        raise EngineError(f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): {helps}")
     return ort
 
 
