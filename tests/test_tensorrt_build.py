@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -293,6 +294,14 @@ def test_building_needs_no_pytorch() -> None:
 def test_a_machine_without_a_driver_says_so(monkeypatch: Any) -> None:
     monkeypatch.setattr(compat, "_DRIVER", "libcuda-that-is-not-here.so.1")
     with pytest.raises(EngineError, match=r"no NVIDIA driver here \(libcuda-that-is-not-here\.so\.1 is missing\)"):
+        compat.compute_capability()
+
+
+def test_a_device_that_the_environment_hides_is_asked_for_by_its_name(monkeypatch: Any) -> None:
+    """nvidia-smi, which does not look there, sees it all the same."""
+    monkeypatch.setattr(compat.ctypes, "CDLL", lambda name: SimpleNamespace(cuInit=lambda flags: 100))
+    hidden = r"no CUDA device 0 \(driver error 100\): does nvidia-smi see a GPU that CUDA_VISIBLE_DEVICES does not hide"
+    with pytest.raises(EngineError, match=hidden):
         compat.compute_capability()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import EngineError
+from .compat import ASK
 
 Bytes = NDArray[np.uint8]
 _INSUFFICIENT_DRIVER = 35  # cudaErrorInsufficientDriver; also where there is none
@@ -31,7 +32,7 @@ class Cuda:
         if int(failed) == _INSUFFICIENT_DRIVER:
             raise self._driver_missing_or_old()
         if int(failed):
-            raise EngineError(f"no CUDA device ({self._reason(failed)}): does nvidia-smi see a GPU?")
+            raise EngineError(f"no CUDA device ({self._reason(failed)}): {ASK}")
         if not 0 <= device < devices:
             raise EngineError(f"CUDA device {device} is not one of the {devices} (0 to {devices - 1})")
         self._check(self._cuda.cudaSetDevice(device))
