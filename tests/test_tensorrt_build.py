@@ -253,7 +253,8 @@ def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -
     [
         ({"max_batch": 0}, "max-batch must be at least 1, not 0"),
         ({"max_draft": 0}, "max-draft must be at least 1, not 0"),
-        ({"top": -1}, "top must be at least 0, not -1"),
+        ({"top": 0}, "top must be from 1 to 3840, not 0"),
+        ({"top": 3841}, "top must be from 1 to 3840, not 3841"),
         ({"capacity": 17}, "capacity must be from 18 .* to 328 slots .*, not 17"),
         ({"capacity": 329}, "capacity must be from 18 .* to 328 slots .*, not 329"),
         ({"max_prefill": 8}, "max-prefill must be from 9 .* to 328 .*, not 8"),
@@ -323,7 +324,7 @@ def test_a_failed_build_leaves_the_earlier_engine_and_no_rubbish(tmp_path: Path)
 
 def test_the_command_prints_the_engines(tmp_path: Path) -> None:
     bundle(tmp_path)
-    sizes = ["--max-batch", "2", "--max-draft", "3", "--max-prefill", "16", "--capacity", "48", "--top", "0"]
+    sizes = ["--max-batch", "2", "--max-draft", "3", "--max-prefill", "16", "--capacity", "48", "--top", "9"]
     done = CliRunner().invoke(main, ["build", str(tmp_path), "--sdk", RTX, "--sm", "86,120", *sizes])
     assert done.exit_code == 0, done.stderr
     paths = [Path(line) for line in done.stdout.splitlines()]
@@ -331,7 +332,7 @@ def test_the_command_prints_the_engines(tmp_path: Path) -> None:
     manifest = read(paths[0].with_suffix(".json"))
     assert manifest.command(tmp_path) == (
         f"leadout build {tmp_path} --sdk {RTX} --precision fp16 --sm 86 "
-        "--max-batch 2 --max-draft 3 --max-prefill 16 --capacity 48 --top 0"
+        "--max-batch 2 --max-draft 3 --max-prefill 16 --capacity 48 --top 9"
     )
     assert "building, sm 120" in done.stderr
 

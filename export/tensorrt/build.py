@@ -32,6 +32,7 @@ from .network import (
 )
 
 DEFAULT_PREFILL = 512
+_MOST_TOP = 3840  # of both SDKs' TopK
 _NO_KERNEL = "dedicated kernel"
 Progress = Callable[[str], None]
 
@@ -39,8 +40,7 @@ Progress = Callable[[str], None]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The largest steps of an engine: rows, drafted tokens, tokens of a prompt at once (None: 512, or what fits);
-    ``capacity``: slots a row (None: the model's context and a draft beyond it); ``top``: k of the top-k head, 0 for
-    none."""
+    ``capacity``: slots a row (None: the model's context and a draft beyond it); ``top``: k of the top-k head."""
 
     max_batch: int = 4
     max_draft: int = 8
@@ -50,9 +50,11 @@ class Sizes:
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise UsageError naming the legal range."""
-        for name, least in {"max_batch": 1, "max_draft": 1, "top": 0}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        for name in ("max_batch", "max_draft"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not 1 <= self.top <= _MOST_TOP:
+            raise UsageError(f"top must be from 1 to {_MOST_TOP}, not {self.top}")
         least, most = 2 * (self.max_draft + 1), max(self._most(model) for model in models)
         if self.capacity is not None and not least <= self.capacity <= most:
             raise UsageError(
