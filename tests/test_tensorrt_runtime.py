@@ -136,6 +136,22 @@ def test_a_store_of_logits_says_whether_they_moved() -> None:
     assert not cuda.blocks
 
 
+def test_memory_that_ends_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    fine, none = runtime.cudaError_t.cudaSuccess, runtime.cudaError_t.cudaErrorMemoryAllocation
+    answers = {
+        "cudaGetDeviceCount": (fine, 1),
+        "cudaSetDevice": (fine,),
+        "cudaStreamCreateWithFlags": (fine, 7),
+        "cudaMalloc": (none, None),
+        "cudaMemGetInfo": (fine, 500_000_000, 8_000_000_000),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(runtime, name, lambda *given, answer=answer: answer)
+    with pytest.raises(EngineError, match=r"out of memory: 2000 MB wanted, 500 MB of 8000 MB free \(leadout plan"):
+        Cuda().allocate(2_000_000_000)
+
+
 def test_a_driver_that_is_too_old_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
     codes = runtime.cudaError_t
