@@ -397,9 +397,28 @@ def test_golden_logits_are_asked_for(model: Model, tmp_path: Path) -> None:
     logits = np.asarray(SlotEngine(model).forward(ids, START))
     best = np.argsort(-logits, -1)[..., :5]
     golden = Golden(ids, at(24), best.astype(np.int32), np.take_along_axis(logits, best, -1))
-    assert selftest.fault(engine, golden) == ""
+    assert selftest.fault(engine, golden, "fp32") == ""
     wrong = dataclasses.replace(golden, logits=golden.logits + 1.0)
-    assert "from the golden ones (fp32 explains" in selftest.fault(engine, wrong)
+    assert "from the golden ones (fp32 explains" in selftest.fault(engine, wrong, "fp32")
+
+
+def test_weights_that_the_bundle_has_rounded_are_no_fault_of_the_engine(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is exported in int4 beside a target in fp32, and is built in fp16 with it."""
+    from leadout.engines.golden import Golden
+
+    fresh, ids = copied(model, tmp_path), tokens(C, 1, 24)
+    logits = np.asarray(SlotEngine(model).forward(ids, START))
+    best = np.argsort(-logits, -1)[..., :5]
+    apart = 0.3 * np.abs(logits).max()
+    rounded = Golden(ids, at(24), best.astype(np.int32), np.take_along_axis(logits, best, -1) + apart)
+    monkeypatch.setattr(selftest.Golden, "of", lambda model: rounded)
+    stored = dataclasses.replace(fresh, entry=dataclasses.replace(fresh.entry, precision="int4"))
+    selftest.require(opened(fresh), stored)
+    (tmp_path / "tensorrt-86-fp32.selftest").unlink()
+    with pytest.raises(EngineError, match=r"from the golden ones \(fp32 explains"):
+        selftest.require(opened(fresh), fresh)
 
 
 # The loop
