@@ -61,7 +61,7 @@ class Sizes:
                 f"capacity must be from {least} (two steps of the longest draft) to {most} slots (the context and a"
                 f" draft), not {self.capacity}"
             )
-        fits = min(self.slots(model) for model in models)
+        fits = max(self.slots(model) for model in models)
         if self.max_prefill is not None and not self.max_draft < self.max_prefill <= fits:
             raise UsageError(
                 f"max-prefill must be from {self.max_draft + 1} (the longest draft and one) to {fits} (the capacity),"
@@ -69,14 +69,14 @@ class Sizes:
             )
 
     def slots(self, model: Model) -> int:
-        """Of a row; a model with less context than the other gets no more than it can use."""
+        """Of a row; a model with less context than the other gets no more than it can use, nor takes more at once."""
         return self._most(model) if self.capacity is None else min(self.capacity, self._most(model))
 
     def _most(self, model: Model) -> int:
         return model.entry.max_context + self.max_draft
 
     def prefill(self, model: Model) -> int:
-        return min(DEFAULT_PREFILL, self.slots(model)) if self.max_prefill is None else self.max_prefill
+        return min(DEFAULT_PREFILL if self.max_prefill is None else self.max_prefill, self.slots(model))
 
     def profiles(self, model: Model) -> tuple[Profile, Profile]:
         """Prefill and verify."""
