@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from threading import get_ident
+from threading import Thread, current_thread
 from time import perf_counter
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,9 @@ class Step:
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
     ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is recorded when it is first run,
-    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``). Another step on a device has ``copies``:
-    inputs that are bound anew before each run, for ONNX Runtime copies them over when they are bound.
+    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``: threads and not their numbers, which are
+    given anew). Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime
+    copies them over when they are bound.
     """
 
     session: Any
@@ -59,7 +61,7 @@ class Step:
     recorded: bool = False
     uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
     copies: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    recorders: set[int] = dataclasses.field(default_factory=set)
+    recorders: WeakSet[Thread] = dataclasses.field(default_factory=WeakSet)
     ids: memoryview = dataclasses.field(init=False)
     places: memoryview = dataclasses.field(init=False)
 
@@ -128,7 +130,7 @@ class Step:
         return self.recorded
 
     def _run_on(self, cuda: Cuda) -> float:
-        records = self.recorded and get_ident() not in self.recorders
+        records = self.recorded and current_thread() not in self.recorders
         with RECORDING.step(records=records):
             for address, array in self.uploads:
                 cuda.upload(address, array)
@@ -143,7 +145,7 @@ class Step:
             recording = perf_counter() - started
             self.session.run_with_iobinding(self.binding, *how)
         if records:
-            self.recorders.add(get_ident())
+            self.recorders.add(current_thread())
         return recording
 
     def bind(

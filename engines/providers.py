@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -20,13 +21,16 @@ EXECUTION_PROVIDERS = {
     "ort-tensorrt": "TensorrtExecutionProvider",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
+_GPU_BUILD = "pip install 'leadout[cuda]'"
 _MISSING = {
     "cpu": "pip install 'leadout[cpu]'",
-    "cuda": "pip install 'leadout[cuda]'",
-    "ort-tensorrt": "pip install 'leadout[cuda]'; TensorrtExecutionProvider also needs TensorRT's own libraries",
+    "cuda": _GPU_BUILD,
+    "ort-tensorrt": f"{_GPU_BUILD}; TensorrtExecutionProvider also needs TensorRT's own libraries",
     "ort-tensorrt-rtx": "NvTensorRTRTXExecutionProvider is a plugin of NVIDIA's, which leadout[cuda] does not bring,"
     " and needs TensorRT's own libraries; engines of leadout build need no plugin: pip install 'leadout[tensorrt-rtx]'",
 }  # what helps
+_LIBRARIES = {"cuda": "cuda", "ort-tensorrt": "tensorrt"}  # libonnxruntime_providers_*.so
+_NOT_FOUND, _DRIVER = ": cannot open shared object file", "libcuda.so.1"
 _SPIN_US = "200"  # microseconds
 _OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {},
@@ -81,13 +85,17 @@ def interrupted(error: BaseException | None) -> KeyboardInterrupt | None:
 
 
 def require(provider: str) -> Any:
-    """onnxruntime, if it was built with ``provider``. Raises EngineError saying what to install if not."""
+    """onnxruntime, if it was built with ``provider`` and the libraries which that needs are here. Raises EngineError
+    saying what to install if not."""
     ort = onnxruntime()
     have = ort.get_available_providers()
     if EXECUTION_PROVIDERS[provider] not in have:
-        raise EngineError(
-            f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): {_MISSING[provider]}"
-        )
+        helps = _MISSING[provider]
+        if helps.startswith(_GPU_BUILD) and "onnxruntime" in installed():  # beside each other neither would work
+            helps = f"pip uninstall -y onnxruntime, then {helps}"
+        raise EngineError(f"provider '{provider}' is not in this onnxruntime (it has: {', '.join(have)}): {helps}")
+    if provider != "cpu":
+        _find_libraries(ort, provider)
     return ort
 
 
@@ -103,8 +111,6 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
     """
     name = native(path)
     ort = require(provider)
-    if provider != "cpu":
-        _find_cuda(ort)
     wanted = EXECUTION_PROVIDERS[provider]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -126,8 +132,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
         session = ort.InferenceSession(name, options, providers=chosen, enable_fallback=0)
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
-    if session.get_providers()[0] != wanted:
-        raise EngineError(f"provider '{provider}' fell back to {session.get_providers()[0]}: run leadout doctor")
+    if (taken := session.get_providers()[0]) != wanted:
+        raise EngineError(f"provider '{provider}' fell back to {taken}: run leadout doctor --provider {provider}")
     return session
 
 
@@ -141,10 +147,21 @@ def native(path: Path) -> str:
         raise EngineError(f"{shown}: onnxruntime opens names in UTF-8 alone; rename the bundle") from None
 
 
-def _find_cuda(ort: Any) -> None:
-    """Load CUDA's libraries from the packages that onnxruntime-gpu's extras install: no loader looks there."""
+def _find_libraries(ort: Any, provider: str) -> None:
+    """Load CUDA's libraries from the packages that onnxruntime-gpu's extras install: no loader looks there. Raises
+    EngineError for one that ``provider`` needs and is nowhere: ONNX Runtime tells it in pages, and takes another."""
     with contextlib.redirect_stdout(sys.stderr):  # where what is missing is told
         ort.preload_dlls()
+    library = Path(ort.__file__).parent / "capi" / f"libonnxruntime_providers_{_LIBRARIES.get(provider)}.so"
+    if not library.is_file():
+        return
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:  # what else may be wrong with it, as it is loaded out of its turn, shows when it is used
+        missing, found, _ = str(error).partition(_NOT_FOUND)
+        if found:
+            helps = "run this on the machine with the GPU" if missing == _DRIVER else _MISSING[provider]
+            raise EngineError(f"provider '{provider}' needs {missing}, which is not here: {helps}") from None
 
 
 def read_weights_in_place(options: Any) -> None:

@@ -35,7 +35,7 @@ class EachInTurn(FixedLength):
 
     def __init__(self, longest: int) -> None:
         super().__init__(0)
-        self._lengths, self.rounds = _shuffled(longest), 0
+        self.longest, self._lengths, self.rounds = longest, _shuffled(longest), 0
         self._last: Round | None = None
 
     def length(self, this: Round) -> int:
@@ -132,7 +132,8 @@ class Tuner:
                 break
         sweep.lengths.rounds = 0
         past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
-        return promise(self._plain.costs, sweep.costs, stats, rows, past, sweep.narrowest, rereads=sweep.rereads)
+        plain, longest, rereads = self._plain.costs, sweep.lengths.longest, sweep.rereads
+        return promise(plain, sweep.costs, stats, rows, past, sweep.narrowest, rereads=rereads, longest=longest)
 
     def measure_contexts(self, prompts: Group, rows: int) -> None:
         """Add steps on longer contexts, of the prompts one after the other."""
@@ -164,19 +165,27 @@ def kept(pair: Costs, plain: Costs) -> list[Cost]:
 
 
 def promise(
-    plain: Costs, pair: Costs, stats: Sequence[Stats], rows: int, past: int, narrowest: int, *, rereads: bool = False
+    plain: Costs,
+    pair: Costs,
+    stats: Sequence[Stats],
+    rows: int,
+    past: int,
+    narrowest: int,
+    *,
+    rereads: bool = False,
+    longest: int = MAX_DRAFT_LENGTH,
 ) -> Promise:
     """Predict from costs and from the tests of ``stats``: tokens a round, 1 + the sum of survivals (2211.17192,
     section 3.1), over its seconds, each length against a plain round, as slow as the device was for
     both. Untested positions take the last tested rate. ``rereads``: what is accepted of a draft is read again with the
-    next."""
+    next; ``longest``: the longest draft that the target verifies."""
     steps, alone = pair.target(rows, past), plain.plain(rows, 1, past)
     assert steps is not None and alone is not None, "measured before"
     drafts, host = pair.drafts(rows, past), pair.host(rows)
     rates, tokens, survival = acceptance(stats), [1.0], 1.0
-    for rate in rates:
+    for rate in rates[:longest]:
         tokens.append(tokens[-1] + (survival := survival * rate))
-    seconds = [host + steps[max(k + 1, narrowest)] + drafts[k] for k in range(MAX_DRAFT_LENGTH + 1)]
+    seconds = [host + steps[max(k + 1, narrowest)] + drafts[k] for k in range(longest + 1)]
     if rereads:
         each = pair.catch_up(rows, 1)
         seconds = [took + each * (written - 1.0) for took, written in zip(seconds, tokens, strict=True)]

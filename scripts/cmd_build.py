@@ -23,7 +23,7 @@ from .options import BUNDLE
 @click.option("--max-draft", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens of a round.")
 @click.option("--max-prefill", type=int, metavar="P", help="Tokens of a prompt at once. [default: 512, or what fits]")
 @click.option("--capacity", type=int, metavar="M", help="Slots of a row's cache. [default: the context and a draft]")
-@click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head; 0: none.")
+@click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head.")
 @click.option("--sm", metavar="SM,...", help="Compute capabilities to build for (tensorrt-rtx). [default: portable]")
 def command(
     bundle: str,

@@ -1,7 +1,8 @@
 """TensorRT without a GPU: device memory on the host, and engines whose blob is an ONNX graph run by ONNX Runtime.
 
 Both fakes are strict where the real ones are: shapes outside the profile are refused, every tensor needs an address,
-a captured graph replays the addresses and shapes of its capture, and nothing captured runs at once.
+a captured graph replays the addresses and shapes of its capture, which its context must still have, and nothing that is
+captured runs at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from leadout.engines.tensorrt import compat, engine, manifest
 from leadout.errors import EngineError
 
 VERSION, CAPABILITY = "1.2.3", "86"
-TOP = 4
+TOP, WORKSPACE = 4, 512
 STREAMS: dict[int, HostCuda] = {}
 _NUMBERS = itertools.count(1)
 
@@ -55,6 +56,10 @@ class HostCuda:
         self.sizes: set[int] = set()
         self._recording: list[Callable[[], None]] | None = None
         self._queue: list[Callable[[], None]] = []
+
+    @property
+    def capturing(self) -> bool:
+        return self._recording is not None
 
     def do(self, work: Callable[[], None]) -> None:
         """Queue work (a real stream runs it when it likes), or take it into the graph being captured."""
@@ -168,6 +173,7 @@ class FakeEngine:
         self.ports = {port.name: port for port in (*self.session.get_inputs(), *self.session.get_outputs())}
         self.inputs = [port.name for port in self.session.get_inputs()]
         self.num_io_tensors, self.num_optimization_profiles = len(self.ports), len(self.profiles)
+        self.device_memory_size_v2 = WORKSPACE
         self.contexts: list[FakeContext] = []
 
     def get_tensor_name(self, index: int) -> str:
@@ -194,9 +200,22 @@ class FakeEngine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self.alias.get(name)
 
-    def create_execution_context(self) -> FakeContext:
+    def create_runtime_config(self) -> FakeConfig:
+        return FakeConfig()
+
+    def create_execution_context(self, config: FakeConfig) -> FakeContext:
+        assert config.strategy == "user managed", "each context would take memory for itself"
         self.contexts.append(FakeContext(self))
         return self.contexts[-1]
+
+
+class FakeConfig:
+    """The part of IRuntimeConfig that is used."""
+
+    strategy = "static"
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
 
 
 class FakeContext:
@@ -207,6 +226,10 @@ class FakeContext:
         self.addresses: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.runs: list[tuple[int, ...]] = []
+        self.memory = (0, 0)
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        self.memory = memory, size
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
         self.profile = profile
@@ -228,9 +251,17 @@ class FakeContext:
         engine, cuda = self.engine, STREAMS[stream]
         assert set(self.addresses) == set(engine.ports), "a tensor without an address"
         assert all(self.addresses[o] == self.addresses[i] for o, i in engine.alias.items()), "past is not present"
-        addresses, shapes = dict(self.addresses), dict(self.shapes)
+        assert self.memory[1] >= engine.device_memory_size_v2, "nowhere to work in"
+        cuda._inside(*self.memory)
+        addresses, shapes, captured = dict(self.addresses), dict(self.shapes), cuda.capturing
         self.runs.append((*shapes["input_ids"], shapes["logit_index"][1]))
-        cuda.do(lambda: self._run(cuda, addresses, shapes))
+
+        def work() -> None:
+            same = (self.addresses, self.shapes) == (addresses, shapes)
+            assert same or not captured, "a graph of a context that was changed since"
+            self._run(cuda, addresses, shapes)
+
+        cuda.do(work)
         return True
 
     def _run(self, cuda: HostCuda, addresses: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -275,6 +306,7 @@ SDK = SimpleNamespace(
     Runtime=FakeRuntime,
     TensorIOMode=SimpleNamespace(INPUT="input", OUTPUT="output"),
     TensorLocation=SimpleNamespace(DEVICE="device", HOST="host"),
+    ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user managed"),
 )
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support_tensorrt_host import SDK, STREAMS, FakeContext, FakeEngine, FakeRuntime
+from support_tensorrt_host import SDK, STREAMS, FakeConfig, FakeContext, FakeEngine, FakeRuntime
 
 from leadout.engines.tensorrt import compat
 
@@ -23,13 +23,27 @@ class RTXEngine(FakeEngine):
 
     fixed = True
 
-    def create_runtime_config(self) -> SimpleNamespace:
-        return SimpleNamespace(dynamic_shapes_kernel_specialization_strategy=Specialization.LAZY)
+    def create_runtime_config(self) -> RTXConfig:
+        return RTXConfig()
 
-    def create_execution_context(self, config: SimpleNamespace | None = None) -> FakeContext:
-        how = (config or self.create_runtime_config()).dynamic_shapes_kernel_specialization_strategy
-        self.contexts.append(RTXContext(self, how))
+    def create_execution_context(self, config: FakeConfig) -> FakeContext:
+        assert isinstance(config, RTXConfig) and config.strategy == "user managed" and config.cache is not None
+        self.contexts.append(RTXContext(self, config.dynamic_shapes_kernel_specialization_strategy))
         return self.contexts[-1]
+
+
+class RTXConfig(FakeConfig):
+    """``cache``: of compiled kernels; contexts without one compile all of theirs."""
+
+    dynamic_shapes_kernel_specialization_strategy = Specialization.LAZY
+    cache: object = None
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.cache = cache
+        return True
 
 
 class RTXContext(FakeContext):

@@ -486,8 +486,12 @@ def test_both_onnxruntimes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_that_is_not_there_is_an_error(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:
     ort = providers.onnxruntime()
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    with pytest.raises(EngineError, match=r"provider 'cuda' is not in this onnxruntime .*leadout\[cuda\]"):
-        SlotEngine(models["fp32"], provider="cuda")
+    helps = r"provider 'cuda' is not in this onnxruntime .*: {}pip install 'leadout\[cuda\]'$"
+    first = {"onnxruntime": "pip uninstall -y onnxruntime, then ", "onnxruntime-gpu": ""}
+    for installed, instead in first.items():  # beside the one for CPUs neither would work
+        versions(monkeypatch, {installed: "1.31.1"})
+        with pytest.raises(EngineError, match=helps.format(instead)):
+            SlotEngine(models["fp32"], provider="cuda")
 
 
 def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,8 @@ def test_check_holds_a_built_engine_to_account(built_bundle: Path, on_the_host: 
 class Sessions:
     """As much of onnxruntime as opening a session takes; ``given`` is what the session was asked to run on."""
 
+    __file__ = "onnxruntime/__init__.py"
+
     def __init__(self, available: list[str], started: list[str]) -> None:
         self.available, self.started, self.given = available, started, []  # type: ignore[var-annotated]
 
@@ -209,6 +211,30 @@ def test_cuda_s_libraries_are_looked_for_and_stdout_is_nobody_else_s(
     monkeypatch.setattr(providers, "onnxruntime", lambda: Sessions([CUDA], [CUDA]))
     providers.open_session(tmp_path, provider="cuda", threads=1)
     assert capsys.readouterr() == ("", "what is missing\n")
+
+
+@pytest.mark.parametrize(
+    "missing, helps",
+    [("libcublasLt.so.13", r"pip install 'leadout\[cuda\]'"), ("libcuda.so.1", "run this on the machine with the GPU")],
+)
+def test_a_library_that_a_provider_needs_is_named_before_anything_falls_back(
+    missing: str, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, said = Sessions([CUDA], [CUDA]), f"{missing}: cannot open shared object file: No such file or directory"
+    there.__file__ = str(tmp_path / "__init__.py")
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").touch()
+
+    def load(path: str) -> None:
+        raise OSError(said)
+
+    monkeypatch.setattr(providers, "onnxruntime", lambda: there)
+    monkeypatch.setattr(providers.ctypes, "CDLL", load)
+    for ask in (providers.require, lambda name: providers.open_session(tmp_path, provider=name, threads=1)):
+        with pytest.raises(EngineError, match=f"^provider 'cuda' needs {missing}, which is not here: {helps}$"):
+            ask("cuda")
+    said = "libonnxruntime_providers_cuda.so: undefined symbol: Provider_GetHost"  # of a library not loaded yet
+    providers.require("cuda")
 
 
 def test_graphs_are_cuda_s_own_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -145,9 +146,9 @@ def test_the_network_holds_the_weights_of_the_graph(tmp_path: Path) -> None:
 
 def test_a_model_of_less_context_gets_the_slots_it_can_use(tmp_path: Path) -> None:
     found = bundle(tmp_path, target=C, draft=Shape(vocab=48, context=64))
-    sizes = Sizes(capacity=200)
-    sizes.check([found.model("target"), found.model("draft")])
-    assert [sizes.slots(found.model(role)) for role in ("target", "draft")] == [200, 72]
+    sizes, models = Sizes(capacity=200, max_prefill=150), [found.model("target"), found.model("draft")]
+    sizes.check(models)  # as the target's engine says that it was built
+    assert [(sizes.slots(model), sizes.prefill(model)) for model in models] == [(200, 150), (72, 72)]
 
 
 def test_a_scale_that_is_not_folded_shows(tmp_path: Path) -> None:
@@ -252,7 +253,8 @@ def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -
     [
         ({"max_batch": 0}, "max-batch must be at least 1, not 0"),
         ({"max_draft": 0}, "max-draft must be at least 1, not 0"),
-        ({"top": -1}, "top must be at least 0, not -1"),
+        ({"top": 0}, "top must be from 1 to 3840, not 0"),
+        ({"top": 3841}, "top must be from 1 to 3840, not 3841"),
         ({"capacity": 17}, "capacity must be from 18 .* to 328 slots .*, not 17"),
         ({"capacity": 329}, "capacity must be from 18 .* to 328 slots .*, not 329"),
         ({"max_prefill": 8}, "max-prefill must be from 9 .* to 328 .*, not 8"),
@@ -296,6 +298,14 @@ def test_a_machine_without_a_driver_says_so(monkeypatch: Any) -> None:
         compat.compute_capability()
 
 
+def test_a_device_that_the_environment_hides_is_asked_for_by_its_name(monkeypatch: Any) -> None:
+    """nvidia-smi, which does not look there, sees it all the same."""
+    monkeypatch.setattr(compat.ctypes, "CDLL", lambda name: SimpleNamespace(cuInit=lambda flags: 100))
+    hidden = r"no CUDA device 0 \(driver error 100\): does nvidia-smi see a GPU that CUDA_VISIBLE_DEVICES does not hide"
+    with pytest.raises(EngineError, match=hidden):
+        compat.compute_capability()
+
+
 def test_a_failed_build_leaves_the_earlier_engine_and_no_rubbish(tmp_path: Path) -> None:
     found = bundle(tmp_path)
     build_engines(found, RTX, sizes=SIZES, capabilities=["86"])
@@ -314,7 +324,7 @@ def test_a_failed_build_leaves_the_earlier_engine_and_no_rubbish(tmp_path: Path)
 
 def test_the_command_prints_the_engines(tmp_path: Path) -> None:
     bundle(tmp_path)
-    sizes = ["--max-batch", "2", "--max-draft", "3", "--max-prefill", "16", "--capacity", "48", "--top", "0"]
+    sizes = ["--max-batch", "2", "--max-draft", "3", "--max-prefill", "16", "--capacity", "48", "--top", "9"]
     done = CliRunner().invoke(main, ["build", str(tmp_path), "--sdk", RTX, "--sm", "86,120", *sizes])
     assert done.exit_code == 0, done.stderr
     paths = [Path(line) for line in done.stdout.splitlines()]
@@ -322,7 +332,7 @@ def test_the_command_prints_the_engines(tmp_path: Path) -> None:
     manifest = read(paths[0].with_suffix(".json"))
     assert manifest.command(tmp_path) == (
         f"leadout build {tmp_path} --sdk {RTX} --precision fp16 --sm 86 "
-        "--max-batch 2 --max-draft 3 --max-prefill 16 --capacity 48 --top 0"
+        "--max-batch 2 --max-draft 3 --max-prefill 16 --capacity 48 --top 9"
     )
     assert "building, sm 120" in done.stderr
 

@@ -130,7 +130,7 @@ def test_graphs_are_captured_on_the_second_visit_of_a_shape_and_change_nothing(m
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
         assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
     assert cuda.launched == 4, "of width 3 the third, fourth and fifth, of width 2 the third"
-    assert runs(graphs)[1] == [(1, 3, 3), (1, 3, 3), (1, 3, 3), (1, 2, 2), (1, 2, 2), (1, 2, 2)], "two and a capture"
+    assert runs(graphs)[1:] == [[(1, 3, 3), (1, 2, 2)], [(1, 3, 3)] * 2, [(1, 2, 2)] * 2], "a context a graph"
     assert graphs.graph_error == "" and "capturing" in plain.graph_error
     for one in (graphs, plain):
         one.close()
@@ -397,9 +397,28 @@ def test_golden_logits_are_asked_for(model: Model, tmp_path: Path) -> None:
     logits = np.asarray(SlotEngine(model).forward(ids, START))
     best = np.argsort(-logits, -1)[..., :5]
     golden = Golden(ids, at(24), best.astype(np.int32), np.take_along_axis(logits, best, -1))
-    assert selftest.fault(engine, golden) == ""
+    assert selftest.fault(engine, golden, "fp32") == ""
     wrong = dataclasses.replace(golden, logits=golden.logits + 1.0)
-    assert "from the golden ones (fp32 explains" in selftest.fault(engine, wrong)
+    assert "from the golden ones (fp32 explains" in selftest.fault(engine, wrong, "fp32")
+
+
+def test_weights_that_the_bundle_has_rounded_are_no_fault_of_the_engine(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft is exported in int4 beside a target in fp32, and is built in fp16 with it."""
+    from leadout.engines.golden import Golden
+
+    fresh, ids = copied(model, tmp_path), tokens(C, 1, 24)
+    logits = np.asarray(SlotEngine(model).forward(ids, START))
+    best = np.argsort(-logits, -1)[..., :5]
+    apart = 0.3 * np.abs(logits).max()
+    rounded = Golden(ids, at(24), best.astype(np.int32), np.take_along_axis(logits, best, -1) + apart)
+    monkeypatch.setattr(selftest.Golden, "of", lambda model: rounded)
+    stored = dataclasses.replace(fresh, entry=dataclasses.replace(fresh.entry, precision="int4"))
+    selftest.require(opened(fresh), stored)
+    (tmp_path / "tensorrt-86-fp32.selftest").unlink()
+    with pytest.raises(EngineError, match=r"from the golden ones \(fp32 explains"):
+        selftest.require(opened(fresh), fresh)
 
 
 # The loop
@@ -477,7 +496,7 @@ def test_a_prompt_longer_than_a_step_goes_in_pieces(model: Model) -> None:
     last = Stepper(engine, "target").last_logits([prompt], [0])
     whole = SlotEngine(model, variant="canonical").forward(np.array([prompt]), START)[0, -1]
     assert np.abs(np.asarray(last[0]) - whole).max() < 2e-5
-    assert [run[1] for run in runs(engine)[0]] == [24, 7, 24, 24], "three steps, and a capture after the third"
+    assert [[run[1] for run in each] for each in runs(engine)] == [[24, 7], [], [24, 24]], "a capture after the third"
 
 
 # The seam itself
@@ -513,12 +532,17 @@ def test_the_names_the_engine_relies_on_are_in_the_sdk() -> None:
         sdk.ICudaEngine: (
             "num_io_tensors num_optimization_profiles get_tensor_name get_tensor_mode get_tensor_location "
             "get_tensor_dtype get_tensor_shape get_tensor_profile_shape get_aliased_input_tensor "
-            "create_execution_context create_runtime_config"
+            "create_execution_context create_runtime_config device_memory_size_v2"
         ),
         sdk.IExecutionContext: (
-            "set_optimization_profile_async set_input_shape set_tensor_address execute_async_v3 is_stream_capturable"
+            "set_optimization_profile_async set_input_shape set_tensor_address set_device_memory execute_async_v3 "
+            "is_stream_capturable"
         ),
-        sdk.IRuntimeConfig: "dynamic_shapes_kernel_specialization_strategy",
+        sdk.IRuntimeConfig: (
+            "set_execution_context_allocation_strategy dynamic_shapes_kernel_specialization_strategy "
+            "create_runtime_cache set_runtime_cache"
+        ),
+        sdk.ExecutionContextAllocationStrategy: "USER_MANAGED",
         sdk.DynamicShapesKernelSpecializationStrategy: "LAZY EAGER NONE",
         sdk.BuilderFlag: "REQUIRE_USER_ALLOCATION",
         sdk.Runtime: "deserialize_cuda_engine",

@@ -20,7 +20,7 @@ from leadout.export.tensorrt.network import attention_layers, check_import, pars
 
 RTX = "tensorrt-rtx"
 C = Shape(vocab=48, layers=1, windows=(None,))
-SIZES = Sizes(max_batch=2, max_draft=3, max_prefill=16, capacity=48, top=0)
+SIZES = Sizes(max_batch=2, max_draft=3, max_prefill=16, capacity=48, top=9)
 
 
 @pytest.fixture

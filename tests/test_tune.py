@@ -23,7 +23,7 @@ from leadout.runtime.controller.tempo import Tempo
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
-from leadout.runtime.tune import Sweep, acceptance, doubt, grouped, promise
+from leadout.runtime.tune import Sweep, Tuner, acceptance, doubt, grouped, promise
 from leadout.scripts.cli import main
 
 HERE = platform.processor() or platform.machine()
@@ -279,6 +279,17 @@ def test_a_report_is_shown_whatever_becomes_of_its_costs(
     else:
         assert result.exit_code == 0 and "not kept: 1 at once: what was observed is -50% off" in result.stdout
     assert ("note" in json.loads(run("tune", bundle, "--limit", 1, "--json").stdout)) != kept
+
+
+def test_no_draft_is_promised_that_is_longer_than_the_target_verifies(tiny_bundle: Path) -> None:
+    """As an engine of TensorRT does not that was built for drafts of 8: what is promised is then observed."""
+    with load(tiny_bundle, threads=1) as pair:
+        target: Any = pair.target
+        target._spec = dataclasses.replace(target.spec, max_verify=6)
+        tuner = Tuner(pair, {"max_new_tokens": 16})
+        found = tuner.measure([[5, 6, 7]], 1)
+        assert len(found.speedup) == len(found.tokens) == len(found.round_ms) == 6
+        tuner.observe([[5, 6, 7]], 1, draft="model", draft_length=5)
 
 
 @pytest.mark.slow

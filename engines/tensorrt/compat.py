@@ -11,6 +11,7 @@ from ...errors import EngineError
 
 SDKS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # provider name -> module
 OLDEST = {"tensorrt": "10.16", "tensorrt-rtx": "1.7"}  # earlier ones read no TensorScatter, or were never tried
+ASK = "does nvidia-smi see a GPU that CUDA_VISIBLE_DEVICES does not hide?"
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _STRONGLY_TYPED_BY_DEFAULT = 11  # the first TensorRT that knows nothing else
@@ -78,7 +79,7 @@ def compute_capability(device: int = 0) -> str:
     count = ctypes.c_int()
     if (code := cuda.cuInit(0)) or (code := cuda.cuDeviceGetCount(ctypes.byref(count))) or count.value <= device:
         reason = f"driver error {code}" if code else f"the driver sees {count.value}"
-        raise EngineError(f"no CUDA device {device} ({reason}): does nvidia-smi see a GPU?")
+        raise EngineError(f"no CUDA device {device} ({reason}): {ASK}")
     parts = [ctypes.c_int(), ctypes.c_int()]
     for part, attribute in zip(parts, (_MAJOR, _MINOR), strict=True):
         if code := cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device):

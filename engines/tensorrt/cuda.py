@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import EngineError
+from .compat import ASK
 
 Bytes = NDArray[np.uint8]
-_INSUFFICIENT_DRIVER = 35  # cudaErrorInsufficientDriver; also where there is none
+_NO_MEMORY, _INSUFFICIENT_DRIVER = 2, 35  # cudaErrorMemoryAllocation, -InsufficientDriver: also where there is none
 
 
 class Cuda:
@@ -31,7 +32,7 @@ class Cuda:
         if int(failed) == _INSUFFICIENT_DRIVER:
             raise self._driver_missing_or_old()
         if int(failed):
-            raise EngineError(f"no CUDA device ({self._reason(failed)}): does nvidia-smi see a GPU?")
+            raise EngineError(f"no CUDA device ({self._reason(failed)}): {ASK}")
         if not 0 <= device < devices:
             raise EngineError(f"CUDA device {device} is not one of the {devices} (0 to {devices - 1})")
         self._check(self._cuda.cudaSetDevice(device))
@@ -58,7 +59,13 @@ class Cuda:
 
     def allocate(self, size: int) -> int:
         """The address of ``size`` bytes on the device, not cleared."""
-        return int(self._check(self._cuda.cudaMalloc(size)))
+        answer = self._cuda.cudaMalloc(size)
+        if int(answer[0]) == _NO_MEMORY:
+            wanted, free, total = (f"{each / 1e6:.0f} MB" for each in (size, *self.memory()))
+            raise EngineError(
+                f"CUDA: out of memory: {wanted} wanted, {free} of {total} free (leadout plan says what a bundle takes)"
+            )
+        return int(self._check(answer))
 
     def free(self, address: int) -> None:
         self._check(self._cuda.cudaFree(address))

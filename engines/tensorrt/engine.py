@@ -143,21 +143,31 @@ class TensorRTEngine:
         self.cuda.close()
 
     def _run(self, step: Step) -> None:
-        """First a plain call (the context sets itself up for the shape), then one more that is captured after it."""
+        """First a plain call, for few shapes come once; from the second on as a graph."""
         if self.graphs and step.graph is not None:
             self.cuda.launch(step.graph)
             return
-        self.session.bind(step.profile, step.shapes, step.addresses)
-        step.enqueue(self.session)
-        if step.calls and step.graph is None and self.graphs and not self.graph_error:
-            self.cuda.wait()
+        if step.calls and self.graphs and not self.graph_error:
             try:
-                if not self.session.capturable(step.profile):
-                    raise EngineError(f"{self.path.name} cannot be captured as a CUDA graph; {self._rebuild()}")
-                step.graph = self.cuda.capture(lambda: step.enqueue(self.session))
+                return self._record(step)
             except EngineError as error:
                 self.graph_error = str(error)
+        context = self.session.contexts[step.profile]
+        self.session.bind(context, step.shapes, step.addresses)
+        step.enqueue(self.session, context)
         step.calls += 1
+
+    def _record(self, step: Step) -> None:
+        """Take the step in a context of its own, which sets itself up for the shape, and capture another after it.
+        Raises EngineError where that cannot be; the step may be taken anew then, on the same slots."""
+        context = self.session.context(step.profile)
+        self.session.bind(context, step.shapes, step.addresses)
+        step.enqueue(self.session, context)
+        self.cuda.wait()
+        if not self.session.capturable(context):
+            raise EngineError(f"{self.path.name} cannot be captured as a CUDA graph; {self._rebuild()}")
+        step.graph = self.cuda.capture(lambda: step.enqueue(self.session, context))
+        step.context = context
 
     def _check_step(self, rows: int, slots: int) -> None:
         if not 1 <= rows <= self._batch:

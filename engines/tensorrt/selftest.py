@@ -2,7 +2,8 @@
 at once, before anything is generated; the answer is kept beside the engine.
 
 Asked for: finite logits; the same bits whether the slots behind a row's length hold zeros or rubbish; the same logits
-from steps of every width; and, up to what the precision explains, the logits that transformers gave (golden.npz).
+from steps of every width; and, up to what the precision explains, the engine's or that of the model it was built from,
+the logits that transformers gave (golden.npz).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def require(engine: TensorRTEngine, model: Model) -> None:
     asked = (engine.cuda.name, engine.cuda.driver, engine.manifest.engine_sha256)
     answer = _known(record)
     if answer is None or (answer.device, answer.driver, answer.engine_sha256) != asked:
-        detail = fault(engine, Golden.of(model))
+        detail = fault(engine, Golden.of(model), model.entry.precision)
         device, driver, digest = asked
         answer = Answer(
             device=device, driver=driver, engine_sha256=digest, passed=not detail, detail=detail or "as it should be"
@@ -56,8 +57,9 @@ def require(engine: TensorRTEngine, model: Model) -> None:
         )
 
 
-def fault(engine: TensorRTEngine, golden: Golden | None) -> str:
-    """What is wrong with the engine, or nothing. Forgets all rows."""
+def fault(engine: TensorRTEngine, golden: Golden | None, stored: str) -> str:
+    """What is wrong with the engine, or nothing; ``stored`` is the precision of the model it was built from (a draft's
+    is int4, if nothing else was asked for), whose weights it has in its own. Forgets all rows."""
     if golden is not None and int(golden.lengths[0]) <= PAST:
         golden = None
     tokens = _tokens(engine, golden)
@@ -73,7 +75,8 @@ def fault(engine: TensorRTEngine, golden: Golden | None) -> str:
             return f"a step of {width} tokens reads slots behind its row's length"
         if not (apart := float(np.abs(poisoned - clean[:width]).max())) <= allowed:
             return f"a step of {width} tokens gives logits {apart:.1e} away from those of a step of {widest}"
-    return "" if golden is None else _away(clean, golden, widest, engine.manifest.precision)
+    coarser = max(engine.manifest.precision, stored, key=TOLERANCE.__getitem__)
+    return "" if golden is None else _away(clean, golden, widest, coarser)
 
 
 def _away(found: LogitArray, golden: Golden, width: int, precision: str) -> str:

@@ -43,7 +43,7 @@ class Arena:
 
 class Step:
     """``rows`` x ``width`` tokens, logits of ``wanted`` a row: bindings made once. ``graph`` is its CUDA graph once it
-    has one, ``calls`` how often it ran without."""
+    has one, and ``context`` what that was captured from; ``calls`` how often it ran without."""
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Step:
         self.addresses = {**shared, **self._asked.addresses, **self._answered.addresses}
         self.bytes = self._asked.host.nbytes + self._answered.host.nbytes
         self.graph: Any = None
+        self.context: Any = None
         self.calls = 0
         self._offsets = np.arange(width, dtype=np.int64)
         self._every = np.tile(np.arange(wanted, dtype=np.int64), (rows, 1))
@@ -90,10 +91,10 @@ class Step:
             asked["position_ids"][...] = np.minimum(past_lens[:, None] + self._offsets, last_position)
         asked["logit_index"][...] = index
 
-    def enqueue(self, session: Session) -> None:
+    def enqueue(self, session: Session, context: Any) -> None:
         """Queue the inputs' way over, the step, and the answers' way back."""
         self._cuda.upload(self._asked.device, self._asked.host)
-        session.enqueue(self.profile)
+        session.enqueue(context)
         self._cuda.download(self._answered.host, self._answered.device)
 
     def best(self) -> tuple[Tokens, NDArray[np.float32]]:
@@ -117,5 +118,6 @@ class Step:
         """Release its memory and its graph."""
         if self.graph is not None:
             self._cuda.discard(self.graph)
+            self.context = None
         self._asked.close()
         self._answered.close()

@@ -32,6 +32,7 @@ from .network import (
 )
 
 DEFAULT_PREFILL = 512
+_MOST_TOP = 3840  # of both SDKs' TopK
 _NO_KERNEL = "dedicated kernel"
 Progress = Callable[[str], None]
 
@@ -39,8 +40,7 @@ Progress = Callable[[str], None]
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The largest steps of an engine: rows, drafted tokens, tokens of a prompt at once (None: 512, or what fits);
-    ``capacity``: slots a row (None: the model's context and a draft beyond it); ``top``: k of the top-k head, 0 for
-    none."""
+    ``capacity``: slots a row (None: the model's context and a draft beyond it); ``top``: k of the top-k head."""
 
     max_batch: int = 4
     max_draft: int = 8
@@ -50,16 +50,18 @@ class Sizes:
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise UsageError naming the legal range."""
-        for name, least in {"max_batch": 1, "max_draft": 1, "top": 0}.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        for name in ("max_batch", "max_draft"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not 1 <= self.top <= _MOST_TOP:
+            raise UsageError(f"top must be from 1 to {_MOST_TOP}, not {self.top}")
         least, most = 2 * (self.max_draft + 1), max(self._most(model) for model in models)
         if self.capacity is not None and not least <= self.capacity <= most:
             raise UsageError(
                 f"capacity must be from {least} (two steps of the longest draft) to {most} slots (the context and a"
                 f" draft), not {self.capacity}"
             )
-        fits = min(self.slots(model) for model in models)
+        fits = max(self.slots(model) for model in models)
         if self.max_prefill is not None and not self.max_draft < self.max_prefill <= fits:
             raise UsageError(
                 f"max-prefill must be from {self.max_draft + 1} (the longest draft and one) to {fits} (the capacity),"
@@ -67,14 +69,14 @@ class Sizes:
             )
 
     def slots(self, model: Model) -> int:
-        """Of a row; a model with less context than the other gets no more than it can use."""
+        """Of a row; a model with less context than the other gets no more than it can use, nor takes more at once."""
         return self._most(model) if self.capacity is None else min(self.capacity, self._most(model))
 
     def _most(self, model: Model) -> int:
         return model.entry.max_context + self.max_draft
 
     def prefill(self, model: Model) -> int:
-        return min(DEFAULT_PREFILL, self.slots(model)) if self.max_prefill is None else self.max_prefill
+        return min(DEFAULT_PREFILL if self.max_prefill is None else self.max_prefill, self.slots(model))
 
     def profiles(self, model: Model) -> tuple[Profile, Profile]:
         """Prefill and verify."""
