@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
-from leadout.errors import ExportError
+from leadout.errors import EngineError, ExportError
 from leadout.export.foreign.importing import _match, import_pair
 from leadout.export.foreign.source import read_source
 
@@ -243,6 +243,20 @@ def test_activations_quantised_per_step_are_for_drafts_only(tmp_path: Path) -> N
     assert "not be lossless" in refusal(coarse, tmp_path / "bundle")
     draft = Bundle.read(import_pair(good, coarse, tmp_path / "bundle")).manifest.models["draft"]
     assert draft.precision == "int8" and draft.parity["rewound"] > 0
+
+
+def test_a_target_that_rounds_by_width_is_told_with_what_helps(tmp_path: Path) -> None:
+    even, uneven = (directory(tmp_path / str(odd), decoder(Form(by_width=odd))) for odd in (False, True))
+    said: list[str] = []
+    import_pair(even, uneven, tmp_path / "as a draft", progress=said.append)
+    assert not any("round by their width" in line for line in said)
+    out = import_pair(uneven, None, tmp_path / "out", progress=said.append)
+    told = next(line for line in said if "round by their width" in line)
+    assert "leadout export" in told and "--no-exact" in told
+    with pytest.raises(EngineError, match=r"round by their width.*: export the checkpoint itself with: leadout export"):
+        leadout.load(out)
+    with leadout.load(out, exact=False) as pair:
+        assert len(pair.generate([3, 4], max_new_tokens=4, ignore_eos=True).token_ids) == 4
 
 
 def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:
