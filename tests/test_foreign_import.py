@@ -246,6 +246,16 @@ def test_activations_quantised_per_step_are_for_drafts_only(tmp_path: Path) -> N
     assert draft.precision == "int8" and draft.parity["rewound"] > 0
 
 
+def test_a_token_that_sees_those_behind_it_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    """Attention that changes little, in a precision of which more is forgiven than that."""
+    model = decoder(Form(merged=True, blind=True))
+    for weight in model.graph.initializer:
+        if weight.name in ("o0", "o1"):
+            weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 0.01, weight.name))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((64, 64), np.float16), "largest"))
+    assert "(causal: " in refusal(directory(tmp_path / "blind", model), tmp_path / "out")
+
+
 def in_few_bits(op_type: str, bits: int) -> onnx.ModelProto:
     """The decoder with a random head, [16, 23], whose weights ``op_type`` holds in ``bits``."""
     model = decoder()
