@@ -312,6 +312,22 @@ def test_a_target_that_rounds_by_width_is_told_with_what_helps(tmp_path: Path) -
         assert len(pair.generate([3, 4], max_new_tokens=4, ignore_eos=True).token_ids) == 4
 
 
+def test_a_draft_that_rounding_per_step_leaves_little_of_is_told_and_taken(tmp_path: Path) -> None:
+    """One token is a thousand times as loud as the others, in a channel that no logit reads."""
+    model = decoder(Form(per_tensor=True))
+    for weight in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(weight).copy()
+        if weight.name == "tokens":
+            array[3, 0] = 1000
+        elif weight.name == "head_int":
+            array[0] = 0
+        weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+    said: list[str] = []
+    good, loud = directory(tmp_path / "good", decoder()), directory(tmp_path / "loud", model)
+    import_pair(good, loud, tmp_path / "out", progress=said.append)
+    assert [line for line in said if line.startswith("loud: in other steps") and "worth little" in line]
+
+
 def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:
     target, draft = (directory(tmp_path / name, decoder()) for name in ("target", "draft"))
     words(("other",)).save(str(draft / "tokenizer.json"))

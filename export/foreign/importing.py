@@ -134,9 +134,16 @@ def _compare(engine: Engine, source: Source, progress: Progress) -> dict[str, fl
     ways |= {"single": _single(engine, tokens[0], whole[0]), "causal": _causal(engine, tokens[0])}
     found = {name: max(map(float, differences), default=0.0) for name, differences in ways.items()}
     progress(f"{source.root.name}: " + ", ".join(f"{name} {value:.1e}" for name, value in found.items()))
+    noisy = source.graph.per_tensor and bool(np.isfinite([*found.values()]).all())
     for name, value in found.items():
         same = name == "causal" and not source.graph.per_tensor  # steps of one width: no precision explains more
         allowed = scale * (EXACT if same or source.graph.precision == "fp32" else ROUNDED)
+        if noisy and value > allowed:  # or its cache cannot be rewound: it is a draft, and answers do not rest on it
+            progress(
+                f"{source.root.name}: in other steps the same tokens get other logits, by {value / scale:.0%} of the"
+                " largest, for activations are quantised per step; as a draft it may be worth little"
+            )
+            break
         if not value <= allowed:  # not a number is refused, too
             raise ExportError(
                 f"{source.graph.path}: the same tokens get other logits when run in several steps ({name}: difference "
