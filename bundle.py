@@ -31,7 +31,7 @@ from .errors import BundleError, shown
 FORMAT = 1
 MANIFEST = "leadout.json"
 ROLES = ("target", "draft")
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
 DTYPES = ("float32", "float16")
 VARIANTS = {

@@ -24,6 +24,7 @@ from .providers import first_line, onnxruntime, open_session
 from .rounding import even_from, uneven
 
 BUCKET = 128
+ITSELF = "export the checkpoint itself with: leadout export"
 _CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCache, "genai": SharedCache}
 
 
@@ -33,10 +34,7 @@ def require_possible(model: Model, provider: str) -> None:
     if dialect not in _CACHES:
         raise EngineError(f"{name}: dialect '{dialect}' is unknown (one of: slots, {', '.join(_CACHES)})")
     if provider != "cpu":
-        raise EngineError(
-            f"{name}: a {dialect} model runs on provider cpu, not {provider}; for {provider} "
-            "export the checkpoint itself with: leadout export"
-        )
+        raise EngineError(f"{name}: a {dialect} model runs on provider cpu, not {provider}; for {provider} {ITSELF}")
 
 
 class ForeignEngine:
@@ -72,7 +70,7 @@ class ForeignEngine:
         self.reset(1)
         self._probe()
         if exact and even_from(self, self.spec.narrowest) is None:
-            raise uneven(self._name)
+            raise uneven(self._name, ITSELF)
 
     @property
     def batch(self) -> int:

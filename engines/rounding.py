@@ -42,11 +42,11 @@ def even_from(engine: Engine, least: int) -> int | None:
     return None
 
 
-def uneven(name: str) -> EngineError:
-    """What there is to say where no two widths of graph ``name`` agree."""
+def uneven(name: str, instead: str = "take variant auto") -> EngineError:
+    """What there is to say where no two widths of graph ``name`` agree, and what may help."""
     return EngineError(
         f"{name}: on this processor its steps round by their width, so no answer would be the target's own, token for"
-        " token: take variant auto, or do without (--no-exact, exact=False)"
+        f" token: {instead}, or do without (--no-exact, exact=False)"
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Twice what logits of two graph forms of a small model differ by as a rule: a greedy choice can only flip where its
 # lead is less. Quantised activations may round to the next step, and deep models make much of that: ``spread``.
-NEAR_TIE = {"fp32": 2e-3, "fp16": 5e-2, "bf16": 2e-1, "int8": 2e-1, "int4": 2e-1}
+NEAR_TIE = {"fp32": 2e-3, "fp16": 5e-2, "bf16": 2e-1, "int8": 2e-1, "int4": 2e-1, "int2": 2e-1}
 _TAIL = 64
 
 

@@ -54,6 +54,7 @@ class Form:
     blind: bool = False  # old merged decoders: no causal mask on top of a past, traced for one token
     trimmed: bool = False  # a sliding cache: presents hold the window only
     per_tensor: bool = False
+    by_width: bool = False  # logits end in other bits by how many tokens a step has
     gqa: bool = False  # onnxruntime-genai: GroupQueryAttention, lengths from the mask
 
 
@@ -148,6 +149,9 @@ def head(form: Form, p: str) -> list[str]:
         lines += [f"{start} = Neg ({'num_logits_to_keep' if form.keep else 'one'})"]
         lines += [f"{p}start1 = Reshape ({start}, axis_1)", f"{p}kept = Slice ({x}, {p}start1, huge, axis1)"]
         x = f"{p}kept"
+    if form.by_width:
+        lines += [f"{p}count = Cast <to = 1> ({p}new)", f"{p}bits = Mul ({p}count, millionth)"]
+        return [*lines, f"{p}even = MatMul ({x}, head)", f"{p}logits = Add ({p}even, {p}bits)"]
     if not form.per_tensor:
         return [*lines, f"{p}logits = MatMul ({x}, head)"]
     return [
@@ -194,7 +198,7 @@ def decoder(form: Form = Form(), seed: int = 0) -> onnx.ModelProto:
     ints = {"zero": 0, "one": 1, "two": 2, "never": -(10**6), "window": form.window, "axis1": [1], "axes12": [1, 2]}
     ints |= {"axis2": [2], "axis_1": [-1], "huge": [10**9], "minus_window": [-min(form.window, 10**6)]}
     ints |= {"split": [0, 0, HEADS, WIDTH], "join": [0, 0, HIDDEN]}
-    floats = {**w, "half": 0.5, "low": -1e9, "head_scale": 0.02}
+    floats = {**w, "half": 0.5, "low": -1e9, "head_scale": 0.02, "millionth": 1e-6}
     arrays = {n: np.asarray(v, np.int64) for n, v in ints.items()} | {
         n: np.asarray(v, np.float32) for n, v in floats.items()
     }

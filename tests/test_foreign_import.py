@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -28,7 +29,7 @@ from tokenizers import Tokenizer
 import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
-from leadout.errors import ExportError
+from leadout.errors import EngineError, ExportError
 from leadout.export.foreign.importing import _match, import_pair
 from leadout.export.foreign.source import read_source
 
@@ -243,6 +244,88 @@ def test_activations_quantised_per_step_are_for_drafts_only(tmp_path: Path) -> N
     assert "not be lossless" in refusal(coarse, tmp_path / "bundle")
     draft = Bundle.read(import_pair(good, coarse, tmp_path / "bundle")).manifest.models["draft"]
     assert draft.precision == "int8" and draft.parity["rewound"] > 0
+
+
+def test_a_token_that_sees_those_behind_it_is_not_taken_for_rounding(tmp_path: Path) -> None:
+    """Attention that changes little, in a precision of which more is forgiven than that."""
+    model = decoder(Form(merged=True, blind=True))
+    for weight in model.graph.initializer:
+        if weight.name in ("o0", "o1"):
+            weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 0.01, weight.name))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((64, 64), np.float16), "largest"))
+    assert "(causal: " in refusal(directory(tmp_path / "blind", model), tmp_path / "out")
+
+
+def in_few_bits(op_type: str, bits: int) -> onnx.ModelProto:
+    """The decoder with a random head, [16, 23], whose weights ``op_type`` holds in ``bits``."""
+    model = decoder()
+    head = next(node for node in model.graph.node if "head" in node.input)
+    domain, sizes = "com.microsoft", {"K": HIDDEN, "N": VOCAB, "block_size": 16}
+    rng = np.random.default_rng(1)
+    arrays = {"levels": rng.integers(0, 256, (VOCAB, 1, 2 * bits), np.uint8), "steps": np.ones(VOCAB, np.float32)}
+    if op_type == "MatMulBnb4":
+        sizes, arrays["levels"] = sizes | {"quant_type": 1}, arrays["levels"].reshape(-1)
+    elif op_type == "MatMulNBits":
+        sizes |= {"bits": bits}
+    else:
+        domain, sizes = "", {"axis": 0, "block_size": 16}
+        levels = rng.integers(-8, 8, (HIDDEN, VOCAB)).astype(ml_dtypes.int4)
+        arrays = {"levels": levels, "steps": np.ones((1, VOCAB), np.float32)}
+    given = ["levels", "steps"] if domain == "" else [head.input[0], "levels", "steps"]
+    made = ["few"] if domain == "" else list(head.output)
+    node = onnx.helper.make_node(op_type, given, made, domain=domain, **sizes)
+    if domain == "":
+        head.input[1], at = "few", list(model.graph.node).index(head)
+        model.graph.node.insert(at, node)
+        model.opset_import[0].version = 21
+    else:
+        head.CopyFrom(node)
+    kept = [weight for weight in model.graph.initializer if weight.name != "head"]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend([*kept, *(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("op_type", "bits"), [("MatMulNBits", 2), ("MatMulNBits", 4), ("MatMulBnb4", 4), ("DequantizeLinear", 4)]
+)
+def test_how_few_bits_there_are_is_told_however_they_are_held(tmp_path: Path, op_type: str, bits: int) -> None:
+    out = import_pair(directory(tmp_path / "few", in_few_bits(op_type, bits)), None, tmp_path / "out")
+    few = Bundle.read(out).manifest.models["target"]
+    assert few.precision == f"int{bits}"
+    plain = read_source(directory(tmp_path / "plain", decoder())).graph
+    steps = VOCAB if op_type == "DequantizeLinear" else 0
+    assert few.parameters - steps == plain.parameters
+
+
+def test_a_target_that_rounds_by_width_is_told_with_what_helps(tmp_path: Path) -> None:
+    even, uneven = (directory(tmp_path / str(odd), decoder(Form(by_width=odd))) for odd in (False, True))
+    said: list[str] = []
+    import_pair(even, uneven, tmp_path / "as a draft", progress=said.append)
+    assert not any("round by their width" in line for line in said)
+    out = import_pair(uneven, None, tmp_path / "out", progress=said.append)
+    told = next(line for line in said if "round by their width" in line)
+    assert "leadout export" in told and "--no-exact" in told
+    with pytest.raises(EngineError, match=r"round by their width.*: export the checkpoint itself with: leadout export"):
+        leadout.load(out)
+    with leadout.load(out, exact=False) as pair:
+        assert len(pair.generate([3, 4], max_new_tokens=4, ignore_eos=True).token_ids) == 4
+
+
+def test_a_draft_that_rounding_per_step_leaves_little_of_is_told_and_taken(tmp_path: Path) -> None:
+    """One token is a thousand times as loud as the others, in a channel that no logit reads."""
+    model = decoder(Form(per_tensor=True))
+    for weight in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(weight).copy()
+        if weight.name == "tokens":
+            array[3, 0] = 1000
+        elif weight.name == "head_int":
+            array[0] = 0
+        weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+    said: list[str] = []
+    good, loud = directory(tmp_path / "good", decoder()), directory(tmp_path / "loud", model)
+    import_pair(good, loud, tmp_path / "out", progress=said.append)
+    assert [line for line in said if line.startswith("loud: in other steps") and "worth little" in line]
 
 
 def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:

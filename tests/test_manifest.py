@@ -88,7 +88,7 @@ def layer(**changes: int) -> list[dict[str, int]]:
         (of_target(cache=[]), "cache must have at least 1 layer, not 0"),
         (of_target(cache=layer(heads=-2)), "cache[0]: heads must be from 1 to 2147483647, not -2"),
         (of_target(cache=layer(value_dim=0)), "cache[0]: value_dim must be from 1"),
-        (of_target(precision="int3"), "precision must be one of fp32, fp16, bf16, int8, int4, not 'int3'"),
+        (of_target(precision="int3"), "precision must be one of fp32, fp16, bf16, int8, int4, int2, not 'int3'"),
         (of_target(dtype="float99"), "dtype must be one of float32, float16, not 'float99'"),
         (of_target(dialect="latin"), "dialect must be one of slots, concat, genai, not 'latin'"),
         (of_target(eos_token_ids=[0, -1]), "eos_token_ids[1] must be from 0 to 511, not -1"),

@@ -14,6 +14,8 @@ from ...engines.foreign_graph import Port, Signature
 from ...errors import EngineError, ExportError
 
 _PER_TENSOR = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+_BLOCKS = {"MatMulNBits", "MatMulBnb4"}  # the second has four bits, and says nothing of it
+_BITS = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 _INTEGER = {"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "DequantizeLinear"}
 
 
@@ -176,7 +178,8 @@ def _is_number(tensor: TensorProto | None) -> TypeGuard[TensorProto]:
 
 
 def _precision(nodes: list[NodeProto], tensors: list[TensorProto]) -> str:
-    if bits := [_attribute(node, "bits", 4) for node in nodes if node.op_type == "MatMulNBits"]:
+    bits = [_attribute(node, "bits", 4) for node in nodes if node.op_type in _BLOCKS]
+    if bits := [*bits, *(_BITS[tensor.data_type] for tensor in tensors if tensor.data_type in _BITS)]:
         return f"int{min(bits)}"
     if any(node.op_type in _INTEGER for node in nodes):
         return "int8"
@@ -186,6 +189,7 @@ def _precision(nodes: list[NodeProto], tensors: list[TensorProto]) -> str:
 
 
 def _count(nodes: list[NodeProto], tensors: list[TensorProto]) -> int:
-    packed = {name for node in nodes if node.op_type == "MatMulNBits" for name in node.input[1:4]}
+    products = [node for node in nodes if node.op_type in _BLOCKS]
+    packed = {name for node in products for name in node.input[1:4]}
     stored = sum(_size(t) for t in tensors if t.name not in packed and len(t.dims) > 0)
-    return stored + sum(_attribute(n, "K", 0) * _attribute(n, "N", 0) for n in nodes if n.op_type == "MatMulNBits")
+    return stored + sum(_attribute(node, "K", 0) * _attribute(node, "N", 0) for node in products)
