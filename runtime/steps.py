@@ -35,8 +35,8 @@ class Stepper:
     """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal),
     1 after a ``reset`` that needs no equal bits.
 
-    Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths, and as
-    many rows as the next power of two.
+    Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths (or the
+    widest whose logits may all be wanted), and as many rows as the next power of two.
     Padding stands behind a row's own tokens and is written to slots that no length counts. ``past[b]`` is how many
     slots of row b count. Whatever the engine raises comes out as EngineError.
     """
@@ -184,7 +184,8 @@ class Stepper:
         width, rows, more = max(width, self.narrowest), len(pieces), 0
         width += self._even and leaves_one(width) and width < self._widest(past)
         recorded = self._recording is not None and width <= _RECORDED[-1]
-        if recorded and (wider := recorded_width(width)) <= self._widest(past):
+        most = self._widest(past) if index is not None else min(self._widest(past), self.engine.spec.max_verify)
+        if recorded and (wider := min(recorded_width(width), most)) >= width:
             width, more = wider, recorded_rows(rows, self.engine.batch) - rows
         if more:  # rows behind those that are alive are nobody's
             pieces, past = [*pieces, *[[]] * more], [*past, *[0] * more]

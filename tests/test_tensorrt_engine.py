@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from support_graphs import Shape, tokens, write
 from support_runtime import collect
-from support_tensorrt_host import HostCuda, Plan, build, install, no_gpu, write_manifest
+from support_tensorrt_host import FakeContext, HostCuda, Plan, build, install, no_gpu, write_manifest
 
 from leadout.bundle import Model
+from leadout.engines.base import RecordingEngine
 from leadout.engines.lazy import LazyRow
 from leadout.engines.ort import SlotEngine
 from leadout.engines.tensorrt import compat, selftest
@@ -88,7 +89,7 @@ def test_the_same_logits_as_onnx_runtime_in_the_same_situations(engine: TensorRT
 
 
 def test_two_profiles_take_the_steps_they_were_made_for(engine: TensorRTEngine) -> None:
-    row = tokens(C, 1, PLAN.prefill)
+    row, engine.graphs = tokens(C, 1, PLAN.prefill), False
     engine.forward(row, START, np.array([[PLAN.prefill - 1]]))
     engine.forward(row[:, : PLAN.verify], at(PLAN.prefill))
     engine.forward(row[:, : PLAN.verify + 1], at(PLAN.prefill), np.array([[PLAN.verify]]))
@@ -118,7 +119,7 @@ def test_the_capacity_is_what_it_is(engine: TensorRTEngine) -> None:
         engine.forward(tokens(C, 1, 4), at(61))
 
 
-def test_graphs_are_captured_on_the_second_visit_of_a_shape_and_change_nothing(model: Model) -> None:
+def test_graphs_are_captured_on_the_first_visit_of_a_shape_and_change_nothing(model: Model) -> None:
     graphs, plain = opened(model), opened(model)
     cuda = graphs.cuda
     assert isinstance(cuda, HostCuda) and isinstance(plain.cuda, HostCuda)
@@ -129,11 +130,32 @@ def test_graphs_are_captured_on_the_second_visit_of_a_shape_and_change_nothing(m
         ours, theirs = (one.forward(row[:, step : step + width], past) for one in (graphs, plain))
         assert np.array_equal(np.asarray(ours), np.asarray(theirs))
         assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
-    assert cuda.launched == 4, "of width 3 the third, fourth and fifth, of width 2 the third"
-    assert runs(graphs)[1:] == [[(1, 3, 3), (1, 2, 2)], [(1, 3, 3)] * 2, [(1, 2, 2)] * 2], "a context a graph"
+    assert cuda.launched == 8
+    assert runs(graphs) == [[], [], [(1, 3, 3)] * 2, [(1, 2, 2)] * 2], "a context a graph; one step sets it up"
     assert graphs.graph_error == "" and "capturing" in plain.graph_error
     for one in (graphs, plain):
         one.close()
+
+
+def test_what_becomes_a_graph_is_no_part_of_what_a_step_takes(engine: TensorRTEngine) -> None:
+    row = tokens(C, 1, 3)
+    assert isinstance(engine, RecordingEngine) and engine.recording == 0.0
+    engine.forward(row, START)
+    seconds = engine.recording
+    assert seconds is not None and seconds > 0.0
+    engine.forward(row, START)
+    assert engine.recording == seconds
+    engine.graphs = False
+    assert engine.recording is None
+
+
+def test_steps_are_as_wide_as_few_graphs_and_no_wider_than_the_target_verifies(engine: TensorRTEngine) -> None:
+    engine.reset(3)
+    stepper, widths = Stepper(engine, "target"), list(range(1, PLAN.verify + 1))
+    one = [np.asarray(stepper.all_logits([[5] * width], [0])[0, width - 1]) for width in widths]
+    three = [np.asarray(stepper.all_logits([[5] * width] * 3, [0] * 3)[2, width - 1]) for width in widths]
+    assert np.allclose(one, three, atol=2e-5)
+    assert {key[:2] for key in engine._steps} == {(rows, width) for rows in (1, 3) for width in (1, 2, 3, 5, 6)}
 
 
 def test_a_graph_s_key_is_rows_width_and_wanted(engine: TensorRTEngine) -> None:
@@ -357,20 +379,21 @@ def test_an_answer_for_another_device_is_not_believed(model: Model, tmp_path: Pa
     assert json.loads(record.read_text())["passed"] is True
 
 
-def test_an_engine_that_reads_behind_a_row_s_length_is_refused(model: Model, tmp_path: Path) -> None:
+def test_an_engine_that_reads_behind_a_row_s_length_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mask is taken from the positions: with all of them at the end, every slot is attended to."""
     fresh = copied(model, tmp_path)
     engine = opened(fresh)
-    for context in engine.session._engine.contexts:
-        run = context._run
+    run = FakeContext._run
 
-        def blind(cuda, addresses, shapes, run=run):  # type: ignore[no-untyped-def]
-            rows, width = shapes["position_ids"]
-            block = (ctypes.c_int64 * (rows * width)).from_address(addresses["position_ids"])
-            np.frombuffer(block, np.int64)[...] += PLAN.capacity // 2
-            run(cuda, addresses, shapes)
+    def blind(context, cuda, addresses, shapes):  # type: ignore[no-untyped-def]
+        rows, width = shapes["position_ids"]
+        block = (ctypes.c_int64 * (rows * width)).from_address(addresses["position_ids"])
+        np.frombuffer(block, np.int64)[...] += PLAN.capacity // 2
+        run(context, cuda, addresses, shapes)
 
-        context._run = blind
+    monkeypatch.setattr(FakeContext, "_run", blind)
     with pytest.raises(EngineError, match="step of 1 tokens reads slots behind its row's length"):
         selftest.require(engine, fresh)
     assert json.loads((tmp_path / "tensorrt-86-fp32.selftest").read_text())["passed"] is False
@@ -492,11 +515,12 @@ def test_drafts_are_no_longer_than_the_target_can_verify(model: Model) -> None:
 
 def test_a_prompt_longer_than_a_step_goes_in_pieces(model: Model) -> None:
     engine = opened(model)
+    engine.graphs = False
     prompt = tokens(C, 1, 55)[0].tolist()
     last = Stepper(engine, "target").last_logits([prompt], [0])
     whole = SlotEngine(model, variant="canonical").forward(np.array([prompt]), START)[0, -1]
     assert np.abs(np.asarray(last[0]) - whole).max() < 2e-5
-    assert [[run[1] for run in each] for each in runs(engine)] == [[24, 7], [], [24, 24]], "a capture after the third"
+    assert [[run[1] for run in each] for each in runs(engine)] == [[24, 7, 24], []]
 
 
 # The seam itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy as np
 from ...bundle import Model
 from ...errors import EngineError
 from ..base import ModelSpec, Tokens
+from ..graphs import RECORDING
 from ..lazy import LazyLogits, LogitStore
 from . import compat, manifest
 from .cuda import Cuda
 from .session import Session
 from .step import Step
 
-_KEPT_STEPS = 64
+_KEPT_STEPS, _WIDEST_GRAPH = 64, 64
 INPUTS = ("input_ids", "position_ids", "past_lens", "logit_index")
 REQUIRED_HEADS = ("greedy", "logsumexp", "top_logits")
 
@@ -24,7 +26,7 @@ REQUIRED_HEADS = ("greedy", "logsumexp", "top_logits")
 class TensorRTEngine:
     """The Engine (see ``engines.base``) over a built engine: ``present`` shares the memory of ``past``.
 
-    Steps of a shape seen twice run as CUDA graphs unless ``graphs`` is set to False; ``graph_error`` says why they
+    Steps of up to 64 tokens a row run as CUDA graphs unless ``graphs`` is set to False; ``graph_error`` says why they
     cannot, and is empty while they can.
     """
 
@@ -41,6 +43,7 @@ class TensorRTEngine:
         self._caches: dict[str, int] = {}
         self._steps: dict[tuple[int, int, int], Step] = {}
         self._rows = self._batch = self._bytes_moved = 0
+        self._recording = 0.0
         try:
             self.session = Session(provider, self.path, self.cuda)
         except BaseException:
@@ -78,17 +81,23 @@ class TensorRTEngine:
         """Bytes that crossed between host and device in all steps so far."""
         return self._bytes_moved + self._logits.bytes_fetched
 
+    @property
+    def recording(self) -> float | None:
+        """See RecordingEngine."""
+        return self._recording if self.graphs else None
+
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> LazyLogits:
         """See Engine.forward. Moves ids and a few numbers a row to the host; logits stay where they are."""
         rows, width = tokens.shape
         self._check_step(rows, int(past_lens.max()) + width)
         wanted = width if logit_index is None else logit_index.shape[1]
-        step = self._steps.get((rows, width, wanted)) or self._prepare(rows, width, wanted)
-        step.fill(tokens, past_lens, logit_index, self._last_position)
-        try:
-            self._run(step)
-        finally:
-            self.cuda.wait()
+        with RECORDING.step(records=False):
+            step = self._steps.get((rows, width, wanted)) or self._prepare(rows, width, wanted)
+            step.fill(tokens, past_lens, logit_index, self._last_position)
+            try:
+                self._run(step)
+            finally:
+                self.cuda.wait()
         self._bytes_moved += step.bytes
         return self._logits.logits(rows, wanted, *step.best(), step.tops())
 
@@ -143,23 +152,24 @@ class TensorRTEngine:
         self.cuda.close()
 
     def _run(self, step: Step) -> None:
-        """First a plain call, for few shapes come once; from the second on as a graph."""
+        """A step as wide as a draft becomes a graph when it is new, for it comes again. A prompt's seldom does."""
+        if step.graph is None and step.width <= _WIDEST_GRAPH and self.graphs and not self.graph_error:
+            started = perf_counter()
+            try:
+                self._record(step)
+            except EngineError as error:
+                self.graph_error = str(error)
+            self._recording += perf_counter() - started
         if self.graphs and step.graph is not None:
             self.cuda.launch(step.graph)
             return
-        if step.calls and self.graphs and not self.graph_error:
-            try:
-                return self._record(step)
-            except EngineError as error:
-                self.graph_error = str(error)
         context = self.session.contexts[step.profile]
         self.session.bind(context, step.shapes, step.addresses)
         step.enqueue(self.session, context)
-        step.calls += 1
 
     def _record(self, step: Step) -> None:
-        """Take the step in a context of its own, which sets itself up for the shape, and capture another after it.
-        Raises EngineError where that cannot be; the step may be taken anew then, on the same slots."""
+        """Take the step in a context of its own, which sets itself up for the shape, and capture another; the step is
+        still to be taken then, on the same slots. Raises EngineError where that cannot be."""
         context = self.session.context(step.profile)
         self.session.bind(context, step.shapes, step.addresses)
         step.enqueue(self.session, context)
@@ -177,8 +187,8 @@ class TensorRTEngine:
 
     def _prepare(self, rows: int, width: int, wanted: int) -> Step:
         profile = self.session.profile(rows, width, wanted)
-        if self._logits.reserve(rows * wanted) or len(self._steps) >= _KEPT_STEPS:
-            self._forget_steps()
+        if len(self._steps) >= _KEPT_STEPS:  # a prompt's width seldom comes again, a draft's does
+            self._steps.pop(max(self._steps, key=lambda kept: kept[1])).close()
         shared = self._caches | {"logits": self._logits.address}
         shared |= {output: shared[source] for output, source in self.manifest.aliases.items()}
         caches = {name: (rows, *self.session.shape(name)[1:]) for name in self._caches}
@@ -199,6 +209,7 @@ class TensorRTEngine:
         self._caches, self._rows = {}, 0
         for name in self.manifest.aliases.values():
             self._caches[name] = self.cuda.allocate(rows * self._row_bytes(name))
+        self._logits.reserve(rows * max(limits.wanted for limits in self.session.limits))
         self._rows = rows
 
     def _rebuild(self, **changes: Any) -> str:

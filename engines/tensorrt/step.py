@@ -43,7 +43,7 @@ class Arena:
 
 class Step:
     """``rows`` x ``width`` tokens, logits of ``wanted`` a row: bindings made once. ``graph`` is its CUDA graph once it
-    has one, and ``context`` what that was captured from; ``calls`` how often it ran without."""
+    has one, and ``context`` what that was captured from."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Step:
             "top_ids": (rows, wanted, top),
             "top_logits": (rows, wanted, top),
         }
-        self._cuda, self.profile = cuda, profile
+        self._cuda, self.profile, self.width = cuda, profile, width
         self._asked = Arena(cuda, session, {name: s for name, s in inputs.items() if name in session.inputs})
         self._answered = Arena(cuda, session, {name: s for name, s in outputs.items() if name in session.outputs})
         self.shapes: Shapes = inputs | dict(caches)
@@ -77,7 +77,6 @@ class Step:
         self.bytes = self._asked.host.nbytes + self._answered.host.nbytes
         self.graph: Any = None
         self.context: Any = None
-        self.calls = 0
         self._offsets = np.arange(width, dtype=np.int64)
         self._every = np.tile(np.arange(wanted, dtype=np.int64), (rows, 1))
 
