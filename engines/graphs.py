@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Condition
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock, get_ident
+
+Lock = AbstractContextManager[object]
 
 
 class Recording:
     """Steps run side by side (a target's and its draft's); those that may record, one at a time and beside none.
 
     ONNX Runtime records with ``cudaStreamCaptureModeGlobal``: no thread may allocate or copy synchronously meanwhile.
+    Each thread has a lock for its steps, and who records holds those of all. A bare lock in a ``with`` is given back
+    wherever an interrupt comes; a ``Condition``, which is written in Python, may stay taken, and all others wait.
     """
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._beside, self._alone = 0, False
+        self._alone = RLock()
+        self._locks: dict[int, Lock] = {}
+
+    def step(self, *, records: bool) -> Lock:
+        """What to be in around one step."""
+        if records:
+            return self._held()
+        if (own := self._locks.get(get_ident())) is None:
+            with self._alone:  # nobody records whom a new thread could disturb
+                own = self._locks[get_ident()] = RLock()
+        return own
 
     @contextmanager
-    def step(self, *, records: bool) -> Iterator[None]:
-        """Around one step."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not (records and self._beside))
-            self._alone, self._beside = records, self._beside + 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._alone, self._beside = False, self._beside - 1
-                self._changed.notify_all()
+    def _held(self) -> Iterator[None]:
+        with self._alone:
+            yield from _all(list(self._locks.values()))
+
+
+def _all(locks: Sequence[Lock]) -> Iterator[None]:
+    if not locks:
+        yield
+        return
+    with locks[0]:
+        yield from _all(locks[1:])
 
 
 RECORDING = Recording()

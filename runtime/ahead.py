@@ -12,9 +12,9 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -113,7 +113,7 @@ class AheadDrafter:
         """``measured``: only while it is seen to pay; else always."""
         self._model, self._worth = model, Worth(costs) if measured else None
         self.late = self.steps = self.tried = self.kept = 0
-        self._stop = Event()
+        self._stop = False  # no Event, and no Future is waited for: an interrupt may leave their locks taken
         self._started: Executor | None = None
         self._process = 0
         self._run: _Run | None = None
@@ -130,9 +130,9 @@ class AheadDrafter:
 
     def rest(self) -> None:
         """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
-        self._stop.set()
+        self._stop = True
         if (thread := self._thread) is not None and (work := submitted(thread, self.counts)) is not None:
-            work.result()  # any answer will do: one thread does one thing after the other
+            work.get()  # any answer will do: one thread does one thing after the other
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
@@ -191,7 +191,7 @@ class AheadDrafter:
             took = self._seconds + perf_counter() - began
             self._worth.record(len(drafts[0].tokens), took, rows[0].sequence.cached)
 
-    def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> Future[None] | None:
+    def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> SimpleQueue[BaseException | None] | None:
         (row, *others), draft = rows, drafts[0]
         if others or draft.by != "model" or not draft.tokens or draft.parents is not None:
             return None
@@ -203,7 +203,7 @@ class AheadDrafter:
         self.tried += 1
         self._model.keep(0, row.sequence.cached + len(draft.tokens))  # a draft made ahead may have been cut
         self._run = _Run(row, row.sequence.length, list(draft.tokens), Draft())
-        self._stop.clear()
+        self._stop = False
         if (thread := self._thread) is None:
             thread = self._started = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
             self._process = os.getpid()
@@ -214,13 +214,13 @@ class AheadDrafter:
         committed = len(draft.tokens) + 1
         return min(len(draft.tokens), row.sequence.room - committed - 1, self._model.room(row) - committed)
 
-    def _end(self, work: Future[None] | None) -> BaseException | None:
+    def _end(self, work: SimpleQueue[BaseException | None] | None) -> BaseException | None:
         """Let the worker finish its step and no more."""
-        self._stop.set()
-        return None if work is None else work.exception()
+        self._stop = True
+        return None if work is None else work.get()
 
     def _work(self, run: _Run, longest: int) -> None:
-        if self._stop.is_set():
+        if self._stop:
             return
         supposed = suppose(run.row, run.supposed)
         supposed.sampler = Foresight(supposed.sampler, run.start)
@@ -229,7 +229,7 @@ class AheadDrafter:
         run.supposed += guessed
         supposed = suppose(run.row, run.supposed)
         for length in range(1, longest + 1):
-            if self._stop.is_set() or len(run.draft.tokens) < length - 1:
+            if self._stop or len(run.draft.tokens) < length - 1:
                 return
             self._model.resume(supposed, length, run.draft)
 
@@ -249,12 +249,24 @@ class AheadDrafter:
         return Draft(run.draft.tokens[:length], q and q[:length])
 
 
-def submitted(thread: Executor, work: Callable[..., Any], *given: Any) -> Future[Any] | None:
-    """What ``thread`` is to do now; None while the interpreter ends, which lets its workers come to rest and go."""
+def submitted(thread: Executor, work: Callable[..., Any], *given: Any) -> SimpleQueue[BaseException | None] | None:
+    """What ``thread`` is to do now: gives, when it is done, what it raised, if anything. None while the interpreter
+    ends, which lets its workers come to rest and go."""
+    done = SimpleQueue[BaseException | None]()
+
+    def told() -> None:
+        try:
+            work(*given)
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
+
     try:
-        return thread.submit(work, *given)
+        thread.submit(told)
     except RuntimeError:
         return None
+    return done
 
 
 class Foresight(Sampler):

@@ -219,7 +219,7 @@ class Bench:
         divergences = []
         if self.settings.acceptance_rule == "greedy":
             pairs = zip(prompts, reference, totals["plain"].outputs, strict=True)
-            found = (first_divergence(self.pair, prompt, exact, plain) for prompt, exact, plain in pairs)
+            found = (first_divergence(self.pair, *answers, self.plain_settings) for answers in pairs)
             divergences = [dataclasses.asdict(divergence) for divergence in found if divergence is not None]
         return {
             "identical_outputs": totals["speculative"].outputs == reference,

@@ -28,8 +28,8 @@ _TAIL = 64
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
     """The first difference: its position among the new tokens, the margin between the two choices (in what the rule
-    takes the largest of, from the target: logits, or for ``coupled`` scores with their noise), and
-    whether that is a near-tie."""
+    takes the largest of, from the target: logits behind all penalties, for ``coupled`` with their noise), and whether
+    that is a near-tie."""
 
     position: int
     margin: float
@@ -50,9 +50,9 @@ def first_divergence(
     text = [*prompt, *ours[:position]]
     scores: NDArray[np.floating] = last_logits(pair.target, text)
     scale = 1.0
-    if settings is not None and settings.acceptance_rule == "coupled":
-        scores = _noisy(scores, settings, prompt, ours[:position])
-        scale = 1.0 / settings.temperature
+    if settings is not None:
+        scores = _scores(scores, settings, prompt, ours[:position])
+        scale = max(settings.repetition_penalty, 1.0 / settings.repetition_penalty) / (settings.temperature or 1.0)
     margin = abs(float(scores[ours[position]]) - float(scores[other[position]]))
     near = margin <= scale * NEAR_TIE[pair.target.spec.precision] or margin <= scale * 2.0 * spread(pair.target, text)
     return Divergence(position, margin, near)
@@ -75,14 +75,18 @@ def spread(engine: Engine, text: Sequence[int]) -> float:
     return float(np.abs(wider - single).max())
 
 
-def _noisy(
+def _scores(
     logits: NDArray[np.float32], settings: Settings, prompt: Sequence[int], written: Sequence[int]
-) -> NDArray[np.float64]:
-    """The scores that rule ``coupled`` chooses by after ``written``."""
-    if settings.seed is None:
-        raise UsageError("answers by rule 'coupled' can only be compared with the seed they were drawn with")
+) -> NDArray[np.floating]:
+    """What the rule chooses the largest of after ``written``. (No tokens are struck out: neither of two that were
+    chosen is one of these.)"""
     chain = Chain(settings, logits.size, prompt, ())
     chain.extend(written)
+    if settings.acceptance_rule != "coupled":
+        with np.errstate(divide="ignore"):
+            return np.log(chain.weights(logits))
+    if settings.seed is None:
+        raise UsageError("answers by rule 'coupled' can only be compared with the seed they were drawn with")
     return Sampler("coupled", chain, Noise(settings.seed)).noisy(logits, (), len(prompt) + len(written))
 
 

@@ -1,9 +1,14 @@
-"""Stand-ins for the thread that drafts ahead: how far it comes is the test's to say, not the clock's."""
+"""Stand-ins for the thread that drafts ahead: how far it comes, and where an interrupt does, is the test's to say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,36 +16,81 @@ import pytest
 from leadout.runtime import ahead
 
 
-class Steps(Executor):
-    """Runs what is submitted at once and tells it to stop after ``most`` looks at its event (None: never)."""
-
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:  # type: ignore[override]
-        drafter, done = work.__self__, Future[Any]()  # type: ignore[attr-defined]
-        event, drafter._stop = drafter._stop, Looks(self.most)
-        try:
-            done.set_result(work(*args, **options))
-        except Exception as error:
-            done.set_exception(error)
-        finally:
-            drafter._stop = event
-        return done
-
-
 class Looks:
-    """An event that is set once it has been looked at ``most`` times."""
+    """A word to stop that is true once it has been looked at ``most`` times (None: never)."""
 
     def __init__(self, most: int | None) -> None:
         self.left = most
 
-    def is_set(self) -> bool:
+    def __bool__(self) -> bool:
         if self.left is not None:
             self.left -= 1
         return self.left is not None and self.left < 0
 
 
 def come_as_far_as(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
-    """Let every run ahead take so many steps, then meet the end of the target's."""
-    monkeypatch.setattr(ahead, "ThreadPoolExecutor", lambda *args, **options: Steps(most))
+    """Let every run ahead take so many steps, at once, then meet the end of the target's."""
+
+    def at_once(_: Any, work: Callable[..., Any], *given: Any) -> SimpleQueue[Any]:
+        drafter, done = work.__self__, SimpleQueue[Any]()  # type: ignore[attr-defined]
+        stop, drafter._stop = drafter._stop, Looks(most)
+        try:
+            done.put(work(*given))
+        except Exception as error:
+            done.put(error)
+        finally:
+            drafter._stop = stop
+        return done
+
+    monkeypatch.setattr(ahead, "submitted", at_once)
+
+
+def interrupts(work: Callable[[], object], where: tuple[str, ...]) -> Iterator[None]:
+    """Do ``work`` again and again, each time interrupted one place later where the interpreter looks for signals: as a
+    function begins, and behind calls of C. Those in files whose names end like one of ``where`` alone count."""
+    for last in itertools.count(1):
+        seen = 0
+
+        def look(frame: Any, event: str, _: Any, last: int = last) -> None:
+            nonlocal seen
+            begins = event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+            seen += (begins or event == "c_return") and frame.f_code.co_filename.endswith(where)
+            if seen == last:
+                raise KeyboardInterrupt
+
+        sys.setprofile(look)
+        try:
+            work()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if seen < last:
+            return
+        yield
+
+
+def is_done(work: Callable[[], object]) -> bool:
+    """Whether a thread of its own comes to the end of ``work`` in good time."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+class Served(Executor):
+    """One thread, asked without a lock: where ThreadPoolExecutor takes one, an interrupt may leave it taken."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.asked = SimpleQueue[Any]()
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        while True:
+            done, work = self.asked.get()
+            done.set_result(work())
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:  # type: ignore[override]
+        done = Future[Any]()
+        self.asked.put((done, lambda: work(*args, **options)))
+        return done

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support_ahead import come_as_far_as
+from support_ahead import Served, come_as_far_as, interrupts, is_done
 from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import EngineError, UsageError
-from leadout.runtime import decoder
+from leadout.runtime import ahead, decoder
 from leadout.runtime.ahead import AheadDrafter, Worth
 from leadout.runtime.controller.cascade import Cascade
 from leadout.runtime.controller.costs import Costs, context_bucket
@@ -191,6 +191,22 @@ def test_after_an_interrupt_the_thread_comes_to_rest_first(monkeypatch):
             list(decoder_.decode([(PROMPTS[2], settings)]))
         entered.clear()
         assert collect(decoder_.decode(request), 1)[0] == collect(Decoder(*toy_pair(11)).decode(request), 1)[0]
+
+
+def test_after_an_interrupt_nobody_waits_for_ever(monkeypatch):
+    """Wherever it comes while the thread is told to begin, told to stop or waited for."""
+    monkeypatch.setattr(ahead, "ThreadPoolExecutor", Served)
+    decoder_, count = Decoder(*toy_pair(11), draft_ahead=True), 0
+    requests = [(PROMPTS[1], Settings(max_new_tokens=7, draft_length=2))]
+
+    def answer() -> None:
+        collect(decoder_.decode(requests), 1)
+
+    answer()  # its thread begins
+    for _ in interrupts(answer, ("ahead.py", "threading.py", "futures/_base.py")):
+        assert is_done(answer)
+        count += 1
+    assert count > 20
 
 
 def test_a_batch_works_ahead_only_once_a_single_row_is_left(monkeypatch):

@@ -18,7 +18,7 @@ import leadout
 from leadout.bundle import Bundle
 from leadout.engines.toy import ToyEngine
 from leadout.errors import UsageError
-from leadout.runtime import check
+from leadout.runtime import bench, check
 from leadout.runtime.bench import Bench
 from leadout.runtime.divergence import NEAR_TIE, first_divergence, spread
 from leadout.runtime.pair import Pair
@@ -135,6 +135,19 @@ def test_a_divergence_of_sampled_answers_is_measured_with_their_noise() -> None:
         first_divergence(pair, [1, 2], [3, first], [3, second], Settings(temperature=0.5, rule="coupled"))
 
 
+@pytest.mark.parametrize("bend", ["logit_bias", "presence_penalty"])
+def test_a_divergence_is_measured_behind_the_penalties(bend: str) -> None:
+    """Where these make two tokens all but equal, rounding parts them, however far apart the logits are."""
+    pair: Any = SimpleNamespace(target=ToyEngine(law, VOCAB))
+    logits = np.log(law(np.array([1, 2, 3])))
+    best, lead = int(logits.argmax()), float(logits.max() - logits[3])
+    for gap in (1e-3, 1e-2):
+        bent = {3: lead - gap} if bend == "logit_bias" else gap - lead  # 3 was written: a penalty below 0 lifts it
+        found = first_divergence(pair, [1, 2], [3, best], [3, 3], Settings(**{bend: bent}))
+        assert found is not None and found.margin == pytest.approx(gap, abs=1e-5)
+        assert found.near_tie == (gap < NEAR_TIE["fp32"])
+
+
 def test_widths_may_be_a_little_apart_where_kernels_are() -> None:
     tokens = np.arange(12, dtype=np.int64)[None] % VOCAB
     found = check.check_widths("widths", Rounding(5), tokens, 2e-3)
@@ -205,13 +218,21 @@ def test_bench_notices_a_draft_that_changes_the_text(tiny_bundle: Path, monkeypa
         assert Bench(pair, settings).run(prompts)["identical_outputs"] is False
 
 
+def test_bench_compares_by_the_settings_that_it_ran_with(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(bench, "first_divergence", lambda *given: found.append(given[-1]))
+    with leadout.load(tiny_bundle) as pair:
+        Bench(pair, {"max_new_tokens": 2, "presence_penalty": 0.5}).run([pair.token_ids("x = 1")])
+    assert [each.presence_penalty for each in found] == [0.5]
+
+
 def test_bench_speaks_of_the_rows_that_ran(tiny_bundle: Path) -> None:
     with leadout.load(tiny_bundle) as pair:
-        bench = Bench(pair, {"max_new_tokens": 6}, batch_size=40)
-        report = bench.run([pair.token_ids("x = 1"), pair.token_ids("def f(x):")])
+        run = Bench(pair, {"max_new_tokens": 6}, batch_size=40)
+        report = run.run([pair.token_ids("x = 1"), pair.token_ids("def f(x):")])
         assert report["batch_size"] == 2 and report["batch_gain"] > 0
-        assert report["cost_ms"]["draft"] == 1e3 * bench.speculative.costs.draft(2)
-        assert report["cost_ms"]["plain_host"] == 1e3 * bench.plain.costs.host(2)
+        assert report["cost_ms"]["draft"] == 1e3 * run.speculative.costs.draft(2)
+        assert report["cost_ms"]["plain_host"] == 1e3 * run.plain.costs.host(2)
 
 
 @pytest.mark.slow

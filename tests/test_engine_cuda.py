@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnxruntime import OrtValue
+from support_ahead import interrupts, is_done
 from support_graphs import Shape, tokens, write
 from support_runtime import collect
 from support_tensorrt_host import HostCuda
@@ -312,6 +313,20 @@ def test_recording_is_alone_and_other_steps_are_not() -> None:
     for thread in threads:
         thread.join(5)
     assert order == ["both", "beside", "alone"]
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_whoever_is_interrupted_keeps_nobody_from_a_step(records: bool) -> None:
+    recording, count = Recording(), 0
+
+    def step(records: bool = records) -> None:
+        with recording.step(records=records):
+            pass
+
+    for _ in interrupts(step, ("graphs.py", "threading.py")):
+        assert is_done(lambda: step(records=True))
+        count += 1
+    assert count > 1
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -107,8 +107,8 @@ MUTANTS = [
     ),
     Mutant("q is forgotten", A, "_settle", "q and q[:length]", "None"),
     Mutant("q of another token", A, "_settle", "q and q[:length]", "q and [q[0]] * length"),
-    Mutant("faults are swallowed", A, "_end", "work.exception()", "work.exception() and None"),
-    Mutant("the worker is not waited for", A, "_end", "work.exception()", "None"),
+    Mutant("faults are swallowed", A, "_end", "work.get()", "work.get() and None"),
+    Mutant("the worker is not waited for", A, "_end", "work.get()", "None"),
     Mutant(
         "kept tokens are charged",
         model_drafter.ModelDrafter,
