@@ -79,12 +79,19 @@ class Buffer(Protocol):
 
 
 class HostBuffer:
-    """A numpy array."""
+    """A numpy array. Raises EngineError where there is no memory for one."""
 
     device = "cpu"
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.array: NDArray[Any] = np.zeros(shape, dtype)
+        try:
+            self.array: NDArray[Any] = np.zeros(shape, dtype)
+        except MemoryError:
+            size = math.prod(shape) * dtype.itemsize / 2**20
+            raise EngineError(
+                f"no memory for {shape[0]} rows of cache, of which a part takes {size:.0f} MB"
+                " (what all takes says: leadout plan BUNDLE)"
+            ) from None
         self.shape, self.dtype, self.pointer = shape, dtype, self.array.ctypes.data
 
     def grown(self, slots: int) -> HostBuffer:

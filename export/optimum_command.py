@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -34,13 +35,17 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         parser.add_argument("output", type=Path, help="Where to write the bundle.")
 
     def run(self) -> None:
-        """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code."""
+        """Export. What Leadout refuses ends the process with one line on stderr and Leadout's exit code; SIGTERM ends
+        it with what is half written removed."""
+        before = signal.signal(signal.SIGTERM, _end)
         try:
             print(self._export())
         except ModuleNotFoundError as error:
             self._refuse(not_installed(error))
         except LeadoutError as error:
             self._refuse(error)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _export(self) -> Path:
         from .build import export_pair
@@ -62,3 +67,8 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
 
     def _refuse(self, error: LeadoutError) -> None:
         self.parser.exit(error.exit_code, f"{self.parser.prog}: {' '.join(str(error).split())}\n")
+
+
+def _end(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # what it ends must come to its end
+    sys.exit(128 + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -285,6 +286,7 @@ def load(
     if entry is None and (draft_threads is not None or device.draft_provider != provider):
         raise UsageError("draft_provider, draft_threads: this bundle has no draft model")
     known, note = read_tuned(found, device)
+    found = dataclasses.replace(found, path=found.path.absolute())  # some is read later, wherever the process is then
     target, draft = opened(found, device)
     return Pair(
         found,

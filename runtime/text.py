@@ -242,8 +242,9 @@ class TextStream:
         """How many characters may be shown now."""
         if self._stop_at is not None:
             return self._stop_at
-        held = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return len(self.text) - max(held, default=0)
+        length = len(self.text)
+        held = (n for stop in self._stop for n in range(1, min(len(stop), length + 1)) if self.text.endswith(stop[:n]))
+        return length - max(held, default=0)
 
     def _find_stop(self, before: int) -> bool:
         """Look for the first stop string that ends after ``before``."""

@@ -295,6 +295,16 @@ def test_a_context_that_is_never_used_takes_no_memory(
             assert np.abs(found - reference(C, row[0])[at : at + width]).max() < 2e-5
 
 
+def test_a_cache_that_memory_has_no_room_for_is_an_engine_error(engine: SlotEngine) -> None:
+    row = tokens(C, 1, 5)
+    wanted = engine.forward(row, START).copy()
+    for act in (lambda: engine.reserve(2**44), lambda: engine.reset(2**44)):
+        with pytest.raises(EngineError, match=r"no memory for \d+ rows of cache, of which a part takes \d+ MB"):
+            act()
+        engine.reset(1)
+        assert np.array_equal(engine.forward(row, START), wanted)
+
+
 def test_fewer_rows_than_the_batch(models: dict[str, Model]) -> None:
     engine = SlotEngine(models["fp32"])
     engine.reset(4)

@@ -113,6 +113,13 @@ def test_an_open_pair_takes_no_graph_of_another_export(tiny_bundle: Path, tmp_pa
         assert len(pair.generate(["def f(x):", "copied back"], max_new_tokens=4)) == 2
 
 
+def test_a_program_may_go_elsewhere(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_bundle.parent)
+    with leadout.load(tiny_bundle.name) as pair:
+        monkeypatch.chdir(tmp_path)
+        assert len(pair.generate(["another", "graph"], max_new_tokens=2)) == 2
+
+
 def test_a_path_is_found_whatever_the_locale_calls_it(tiny_bundle: Path, tmp_path: Path) -> None:
     bundle = shutil.copytree(tiny_bundle, tmp_path / "ünï 漢")
     plainly = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

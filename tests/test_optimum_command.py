@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from optimum.commands import optimum_cli
 
 import leadout.export.build as build
 from leadout.errors import ExportError
+from leadout.export.writing import aside
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -77,6 +79,19 @@ def test_refusals_are_one_line_and_the_exit_code(
         assert caught.value.code == ExportError.exit_code
         message = capsys.readouterr().err
         assert message.startswith(f"optimum-cli export leadout: {line}") and message.count("\n") == 1
+
+
+def test_an_export_that_is_told_to_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def export_pair(target: str, draft: str | None, out: Path, **_: Any) -> None:
+        with aside(out, print):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(build, "export_pair", export_pair)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        call(monkeypatch, "--model", "x", str(tmp_path / "out"))
+    assert caught.value.code == 143 and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_optimum_starts_without_loading_the_exporter() -> None:

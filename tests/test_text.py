@@ -103,6 +103,12 @@ def test_what_might_become_a_stop_string_is_held_and_then_let_go(codec: Codec) -
     assert stream.text[: stream.visible] == "x ENCE"
 
 
+def test_a_stop_string_of_any_length_is_looked_for_as_soon(codec: Codec) -> None:
+    stream = TextStream(codec, [], ["x END" * 1_000_000])
+    stream.push(codec.encode("x END or x E"))
+    assert stream.text[: stream.visible] == "x END or "
+
+
 def test_the_earliest_of_several_stop_strings_counts(codec: Codec) -> None:
     _, text, _ = written(codec, "", [codec.encode("one two three")], stop=["three", "two", "e t"])
     assert text == "on"

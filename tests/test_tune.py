@@ -202,6 +202,18 @@ def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
     assert "does not know" in tuned.read(Bundle.read(bundle), device)[1], "what was stale is gone"
 
 
+def test_costs_are_not_said_to_be_of_what_took_the_bundle_s_place(bundle: Path) -> None:
+    found, device, manifest = Bundle.read(bundle), tuned.this_device(**WHERE), bundle / "leadout.json"
+    raw = json.loads(manifest.read_text(encoding="utf-8"))
+    manifest.write_text(json.dumps(raw | {"provenance": {"target": "another"}}), encoding="utf-8")
+    with pytest.raises(BundleError, match="was replaced while it was measured; tune it again"):
+        tuned.write(found, device, COSTS)
+    manifest.unlink()
+    with pytest.raises(BundleError, match=r"leadout\.json is missing"):
+        tuned.write(found, device, COSTS)
+    assert not (bundle / tuned.TUNED).exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

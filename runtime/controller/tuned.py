@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from ...bundle import MANIFEST, Bundle, parse, read_json
+from ...bundle import MANIFEST, Bundle, parse, read_json, read_manifest
 from ...errors import BundleError, shown, typed
 from ..ranges import integer
 from ..settings import MAX_GUESS_LENGTH
@@ -121,8 +121,11 @@ def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
     """Put the costs of ``device`` into the bundle, in place of what it had; whole or not at all. Who may read the
     manifest may read them, whatever the umask: a bundle is not opened beside a table that cannot be read.
 
-    Tables of other devices stay if they belong to the same export. Raises BundleError if it cannot be written.
+    Tables of other devices stay if they belong to the same export. Raises BundleError if it cannot be written, or the
+    bundle is gone, or another by now: what was measured is not that one's.
     """
+    if read_manifest(bundle.path) != bundle.manifest:
+        raise BundleError(f"'{bundle.path}' was replaced while it was measured; tune it again")
     path, manifest, kept = bundle.path / TUNED, _manifest(bundle), list[Tuning]()
     if path.exists() and (found := _read(path)).manifest == manifest:
         kept = [tuning for tuning in found.tunings if tuning.device != device]
