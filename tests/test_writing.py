@@ -65,7 +65,7 @@ def test_what_cannot_be_read_back_is_not_written(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"target": ends}, {}, {})
     assert read_manifest(tmp_path).models["target"].eos_token_ids == (3,), "the others end no text"
     with pytest.raises(ExportError, match="models: target: precision must be one of fp32, fp16"):
-        write_manifest(tmp_path, {"target": dataclasses.replace(target, precision="int2")}, {}, {})
+        write_manifest(tmp_path, {"target": dataclasses.replace(target, precision="int3")}, {}, {})
 
 
 @pytest.fixture(scope="module")
