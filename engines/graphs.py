@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from threading import RLock, get_ident
+from threading import RLock, Thread, current_thread
+from weakref import WeakKeyDictionary
 
 Lock = AbstractContextManager[object]
 
@@ -19,15 +20,15 @@ class Recording:
 
     def __init__(self) -> None:
         self._alone = RLock()
-        self._locks: dict[int, Lock] = {}
+        self._locks: WeakKeyDictionary[Thread, Lock] = WeakKeyDictionary()  # of those that are alive
 
     def step(self, *, records: bool) -> Lock:
         """What to be in around one step."""
         if records:
             return self._held()
-        if (own := self._locks.get(get_ident())) is None:
+        if (own := self._locks.get(current_thread())) is None:
             with self._alone:  # nobody records whom a new thread could disturb
-                own = self._locks[get_ident()] = RLock()
+                own = self._locks[current_thread()] = RLock()
         return own
 
     @contextmanager

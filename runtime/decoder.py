@@ -208,10 +208,10 @@ class Decoder:
     def _prefill_draft(self, rows: list[Row]) -> float:
         """The draft model takes the prompts in; the seconds that takes, but for what is recorded of it."""
         assert self._drafting is not None
-        started, before = perf_counter(), self._recording("draft")
+        started = self._time("draft")
         self._drafting.prefill(rows)
         self.costs.disturb()
-        return perf_counter() - started - (self._recording("draft") - before)
+        return self._time("draft") - started
 
     def _begin(self, rows: list[Row], clock: Stopwatch) -> Round:
         clock.resume()
@@ -230,10 +230,10 @@ class Decoder:
         lengths = [plan.length for plan in plans]
         if self._drafting is not None and any(lengths):
             lengths, watch = self._watched(this, rows, lengths)
-            started, before = perf_counter(), self._recording("draft")
+            started = self._time("draft")
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
-                took = perf_counter() - started - (self._recording("draft") - before)
+                took = self._time("draft") - started
                 past = self._pace.prices.past
                 self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.late)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
@@ -318,6 +318,10 @@ class Decoder:
                 policies = [row.policy for row in rows]
                 self._pace.settle(this, policies, tokens, max(lengths), model.late, model.steps)
         return verdicts
+
+    def _time(self, role: str) -> float:
+        """The clock, which stands still while the engine records."""
+        return perf_counter() - self._recording(role)
 
     def _recording(self, role: str) -> float:
         """Seconds that an engine took so far for what later steps will not take again."""

@@ -315,6 +315,27 @@ def test_recording_is_alone_and_other_steps_are_not() -> None:
     assert order == ["both", "beside", "alone"]
 
 
+def test_threads_that_ended_leave_nothing_to_wait_for() -> None:
+    """Else a server with a thread for each request would wait for more and more of them whenever it records."""
+    recording = Recording()
+
+    def step() -> None:
+        with recording.step(records=False):
+            together.wait(5)
+
+    together = threading.Barrier(8)
+    threads = [threading.Thread(target=step) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert len(recording._locks) == 8
+    del thread, threads
+    assert not recording._locks
+    with recording.step(records=True):
+        pass
+
+
 @pytest.mark.parametrize("records", [False, True])
 def test_whoever_is_interrupted_keeps_nobody_from_a_step(records: bool) -> None:
     recording, count = Recording(), 0
