@@ -1,11 +1,14 @@
-"""Decides when a CUDA graph may be recorded: alone in the process, for whoever allocates meanwhile spoils it."""
+"""Decides when a CUDA graph may be recorded (alone in the process, for whoever allocates meanwhile spoils it), and by
+which thread: ONNX Runtime keeps the graphs of each apart, and as long as the session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock, Thread, current_thread
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
+
+from .worker import Worker
 
 Lock = AbstractContextManager[object]
 
@@ -43,6 +46,34 @@ def _all(locks: Sequence[Lock]) -> Iterator[None]:
         return
     with locks[0]:
         yield from _all(locks[1:])
+
+
+class OneThread:
+    """Where the steps of sessions that record are taken: in the thread that comes first, as soon as can be; once others
+    come, in one that serves all of them. (A server may have a thread for each request. Each would record all graphs
+    anew, and with what ONNX Runtime keeps for a thread they would stay on the device.)"""
+
+    def __init__(self) -> None:
+        self._first: ref[Thread] | None = None
+        self._worker: Worker | None = None
+
+    def take(self, step: Callable[[], float]) -> float:
+        """What ``step`` gives, once it was taken there. Raises what it does."""
+        if self._first is None:
+            self._first = ref(current_thread())
+        if self._worker is None:
+            if self._first() is current_thread():
+                return step()
+            self._worker = Worker("leadout-graphs")
+        given: list[float] = []
+        self._worker.do(lambda: given.append(step()))
+        return given[0]
+
+    def close(self) -> None:
+        """Let the thread end. Who comes next is the first again."""
+        if self._worker is not None:
+            self._worker.close()
+        self._first = self._worker = None
 
 
 RECORDING = Recording()

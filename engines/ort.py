@@ -393,7 +393,7 @@ class SlotEngine:
         if self._spec.features:
             step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
         elif self.graphs and not seen:
-            self._recorded += step.name_graph(self._recorded)
+            self._recorded += step.name_graph(self._recorded, self._sessions.thread)
         on_device = (store.address, self._spec.vocab_size) if (store := self._device_logits) else None
         step.bind(self._cache, on_device, self._trails.bindings(turn[1]))
         self._steps[rows, width, wanted, seen, turn] = step

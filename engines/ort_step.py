@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from threading import Thread, current_thread
 from time import perf_counter
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Features, LogitArray, Sight, Tokens
-from .graphs import RECORDING
+from .graphs import RECORDING, OneThread
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
 from .tensorrt.cuda import Cuda
@@ -32,10 +33,10 @@ class Step:
     for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails are read
     again (``trails.py``). ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
     [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
-    holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is: a
-    ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is recorded when it is first run,
-    by each thread, for ONNX Runtime keeps their graphs apart (``recorders``: threads and not their numbers, which are
-    given anew). Another step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime
+    holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is, and
+    ``thread`` where it is taken: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is
+    recorded when it is first run there (``recorders``: threads and not their numbers, which are given anew). Another
+    step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime
     copies them over when they are bound.
     """
 
@@ -58,6 +59,7 @@ class Step:
     told: list[Features] | None = None
     cuda: Cuda | None = None
     options: Any = None
+    thread: OneThread | None = None
     recorded: bool = False
     uploads: list[tuple[int, NDArray[Any]]] = dataclasses.field(default_factory=list)
     copies: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
@@ -107,8 +109,10 @@ class Step:
             self.beside[...] = self.told[0]
         if self.cuda is None:
             self.session.run_with_iobinding(self.binding)
-        else:
+        elif self.thread is None:
             recording = self._run_on(self.cuda)
+        else:
+            recording = self.thread.take(partial(self._run_on, self.cuda))
         if self.given is not None and self.kept is not None:
             width = self.given.shape[1]
             for row, past in enumerate(self.past_lens.tolist()):
@@ -122,9 +126,11 @@ class Step:
         self.given = np.zeros((*self.tokens.shape, kept.shape[-1]), kept.dtype)
         self.beside = None if told is None else np.zeros_like(self.given)
 
-    def name_graph(self, recorded: int) -> bool:
+    def name_graph(self, recorded: int, thread: OneThread) -> bool:
         """Say which graph the step becomes where so many are ``recorded``, or that it becomes none: prompts, and shapes
-        beyond the most there may be, for a graph lives as long as its session. Returns whether it becomes one."""
+        beyond the most there may be, for a graph lives as long as its session; and where the session's steps are taken.
+        Returns whether it becomes one."""
+        self.thread = thread
         self.recorded = self.tokens.shape[1] <= WIDEST_GRAPH and recorded < MOST_GRAPHS
         self.options = graph_options(recorded + 1 if self.recorded else None)
         return self.recorded

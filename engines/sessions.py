@@ -9,6 +9,7 @@ from typing import Any
 from ..bundle import FileEntry, Model, check_file
 from ..errors import BundleError, EngineError
 from .declared import require_declared
+from .graphs import OneThread
 from .pages import Pages
 from .providers import open_session
 
@@ -17,7 +18,7 @@ RECORDABLE = "cuda, of models without features or recurrent layers"
 
 class Sessions:
     """Sessions on one provider. ``kept`` has those that are open, by variant and whether they record CUDA graphs,
-    ``pages`` where their weights are.
+    ``pages`` where their weights are, ``thread`` where steps of those that record are taken.
 
     ``graphs`` is whether steps become CUDA graphs, as they do from the first where they are ``recordable``: nothing
     they read or write is the host's. ``error`` says why they cannot, and is empty while they can. ``lean``: see
@@ -29,6 +30,7 @@ class Sessions:
         self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
         self.pages = Pages(provider == "cpu" and not lean)
         self.kept: dict[tuple[str, bool], Any] = {}
+        self.thread = OneThread()
         self.recordable = provider == "cuda" and model.entry.features is None and model.entry.recurrence is None
         self.graphs, self.error = self.recordable, ""
         files = (*model.entry.variants.values(), *model.entry.files.values())
@@ -81,6 +83,7 @@ class Sessions:
     def clear(self) -> None:
         """Let go of all."""
         self.kept.clear()
+        self.thread.close()
 
 
 def stamp(path: Path) -> tuple[int, ...]:

@@ -9,19 +9,17 @@ bonus token only says which text to suppose: however it is made, it biases nothi
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
+from functools import partial
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from ..bundle import ModelEntry
 from ..engines.base import LogitRow
+from ..engines.worker import Outcome, Worker
 from ..errors import UsageError, shown
 from .controller.costs import Costs, context_bucket
 from .drafters.base import Draft
@@ -113,16 +111,10 @@ class AheadDrafter:
         """``measured``: only while it is seen to pay; else always."""
         self._model, self._worth = model, Worth(costs) if measured else None
         self.late = self.steps = self.tried = self.kept = 0
-        self._stop = False  # no Event, and no Future is waited for: an interrupt may leave their locks taken
-        self._started: Executor | None = None
-        self._process = 0
+        self._stop = False
+        self._worker = Worker("leadout-ahead")
         self._run: _Run | None = None
         self._seconds = 0.0
-
-    @property
-    def _thread(self) -> Executor | None:
-        """The worker; a process that was forked since has none of its parent's threads."""
-        return self._started if self._process == os.getpid() else None
 
     def counts(self) -> dict[str, int]:
         """``tried`` and ``kept``."""
@@ -131,8 +123,7 @@ class AheadDrafter:
     def rest(self) -> None:
         """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
         self._stop = True
-        if (thread := self._thread) is not None and (work := submitted(thread, self.counts)) is not None:
-            work.get()  # any answer will do: one thread does one thing after the other
+        self._worker.rest()
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
         self._run = None
@@ -144,9 +135,7 @@ class AheadDrafter:
     def forget(self) -> None:
         """See Drafter.forget. The thread ends, too, until there is something to draft."""
         self._model.forget()
-        if (thread := self._thread) is not None:
-            thread.shutdown()
-        self._started = None
+        self._worker.close()
 
     def prefill(self, rows: Items[Row]) -> None:
         self._model.prefill(rows)
@@ -191,7 +180,7 @@ class AheadDrafter:
             took = self._seconds + perf_counter() - began
             self._worth.record(len(drafts[0].tokens), took, rows[0].sequence.cached)
 
-    def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> SimpleQueue[BaseException | None] | None:
+    def _begin(self, rows: Items[Row], drafts: Items[Draft]) -> Outcome | None:
         (row, *others), draft = rows, drafts[0]
         if others or draft.by != "model" or not draft.tokens or draft.parents is not None:
             return None
@@ -204,17 +193,14 @@ class AheadDrafter:
         self._model.keep(0, row.sequence.cached + len(draft.tokens))  # a draft made ahead may have been cut
         self._run = _Run(row, row.sequence.length, list(draft.tokens), Draft())
         self._stop = False
-        if (thread := self._thread) is None:
-            thread = self._started = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
-            self._process = os.getpid()
-        return submitted(thread, self._work, self._run, longest)
+        return self._worker.begin(partial(self._work, self._run, longest))
 
     def _longest(self, row: Row, draft: Draft) -> int:
         """The next draft is likely to be as long as this one, unless the text or the draft's context ends before."""
         committed = len(draft.tokens) + 1
         return min(len(draft.tokens), row.sequence.room - committed - 1, self._model.room(row) - committed)
 
-    def _end(self, work: SimpleQueue[BaseException | None] | None) -> BaseException | None:
+    def _end(self, work: Outcome | None) -> BaseException | None:
         """Let the worker finish its step and no more."""
         self._stop = True
         return None if work is None else work.get()
@@ -247,26 +233,6 @@ class AheadDrafter:
         self.kept += bool(run.draft.tokens)
         q = run.draft.q
         return Draft(run.draft.tokens[:length], q and q[:length])
-
-
-def submitted(thread: Executor, work: Callable[..., Any], *given: Any) -> SimpleQueue[BaseException | None] | None:
-    """What ``thread`` is to do now: gives, when it is done, what it raised, if anything. None while the interpreter
-    ends, which lets its workers come to rest and go."""
-    done = SimpleQueue[BaseException | None]()
-
-    def told() -> None:
-        try:
-            work(*given)
-        except BaseException as error:
-            done.put(error)
-        else:
-            done.put(None)
-
-    try:
-        thread.submit(told)
-    except RuntimeError:
-        return None
-    return done
 
 
 class Foresight(Sampler):

@@ -7,13 +7,11 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from leadout.runtime import ahead
+from leadout.engines.worker import Outcome, Worker
 
 
 class Looks:
@@ -31,18 +29,18 @@ class Looks:
 def come_as_far_as(monkeypatch: pytest.MonkeyPatch, most: int | None) -> None:
     """Let every run ahead take so many steps, at once, then meet the end of the target's."""
 
-    def at_once(_: Any, work: Callable[..., Any], *given: Any) -> SimpleQueue[Any]:
-        drafter, done = work.__self__, SimpleQueue[Any]()  # type: ignore[attr-defined]
+    def at_once(_: Worker, work: Callable[[], Any]) -> Outcome:
+        drafter, done = work.func.__self__, Outcome()  # type: ignore[attr-defined]
         stop, drafter._stop = drafter._stop, Looks(most)
         try:
-            done.put(work(*given))
+            done.put(work())
         except Exception as error:
             done.put(error)
         finally:
             drafter._stop = stop
         return done
 
-    monkeypatch.setattr(ahead, "submitted", at_once)
+    monkeypatch.setattr(Worker, "begin", at_once)
 
 
 def interrupts(work: Callable[[], object], where: tuple[str, ...]) -> Iterator[None]:
@@ -76,21 +74,3 @@ def is_done(work: Callable[[], object]) -> bool:
     thread.start()
     thread.join(5)
     return not thread.is_alive()
-
-
-class Served(Executor):
-    """One thread, asked without a lock: where ThreadPoolExecutor takes one, an interrupt may leave it taken."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.asked = SimpleQueue[Any]()
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self) -> None:
-        while True:
-            done, work = self.asked.get()
-            done.set_result(work())
-
-    def submit(self, work: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:  # type: ignore[override]
-        done = Future[Any]()
-        self.asked.put((done, lambda: work(*args, **options)))
-        return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,19 +196,57 @@ def test_fewer_rows_leave_the_cache_where_it_is(device: SlotEngine, model: Model
     assert device._session.runs == [*["1"] * 3, *["2"] * 3, *["3"] * 3, "1"]
 
 
-def test_each_thread_records_for_itself(device: SlotEngine) -> None:
-    rows, found = tokens(C, 1, 5), []
+def in_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_of_many_threads_two_record(device: SlotEngine) -> None:
+    """The first in its own, as soon as can be, and one that serves all others: ONNX Runtime keeps what each recorded,
+    and a server may have a thread for each request. For a prompt it keeps no less."""
+    rows, found, takers = tokens(C, 1, 70), [], []
+    device.forward(rows, START)  # else the room for logits grows, and moves
+    device._session.runs.clear()
+    run = device._session.run_with_iobinding
+    device._session.run_with_iobinding = lambda *given: (takers.append(threading.get_ident()), run(*given))
 
     def step() -> None:
-        found.append(np.array(device.forward(rows, START)))
+        found.append(np.array(device.forward(rows[:, :5], START)))
+
+    def prompt() -> None:
+        device.forward(rows, START)
 
     step()
-    for _ in range(2):  # the second has the first one's number, whose graphs went with it
-        other = threading.Thread(target=step)
-        other.start()
-        other.join()
+    for work in (step, step, prompt):
+        in_a_thread(work)
     step()
-    assert device._session.runs == ["1"] * 10 and all(np.array_equal(each, found[0]) for each in found)
+    assert device._session.runs == ["1"] * 7 + ["-1", "1"], "three times by the first, three and one by the other"
+    assert len({*takers[:3]}) == len({*takers[3:]}) == 1 and takers[0] == threading.get_ident() != takers[3]
+    assert all(np.array_equal(each, found[0]) for each in found)
+
+
+def test_what_fails_in_another_thread_fails_where_it_was_asked_for(device: SlotEngine) -> None:
+    rows, raised = tokens(C, 1, 70), []
+
+    def fail() -> None:
+        with pytest.raises(EngineError) as caught:
+            device.forward(rows, START)
+        raised.append(str(caught.value))
+
+    device.forward(rows, START)
+    device._session.run_with_iobinding = lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    in_a_thread(fail)
+    assert len(raised) == 1 and "out of memory" in raised[0]
+
+
+def test_an_engine_that_is_closed_has_no_thread(device: SlotEngine) -> None:
+    before = threading.active_count()
+    device.forward(tokens(C, 1, 5), START)
+    in_a_thread(lambda: device.forward(tokens(C, 1, 5), START))
+    assert threading.active_count() == before + 1
+    device.close()
+    assert threading.active_count() == before
 
 
 def test_steps_that_are_recorded_have_few_shapes(device: SlotEngine, model: Model) -> None:

@@ -64,7 +64,7 @@ def test_once_the_interpreter_ends_a_daemon_thread_begins_no_round() -> None:
     assert steps.count(True) == 1 and steps.count(False) > 1, "others are waited for, and go on"
 
 
-def test_a_worker_that_the_interpreter_has_let_go_is_done_without() -> None:
+def test_a_worker_whose_thread_has_ended_begins_another() -> None:
     request = ([1, 2], Settings(max_new_tokens=30, draft_length=3))
     decoder = Decoder(*toy_pair(11, share=0.05), draft_ahead=True)
     texts = []
@@ -72,8 +72,8 @@ def test_a_worker_that_the_interpreter_has_let_go_is_done_without() -> None:
         tokens = []
         for event in decoder.decode([request]):
             tokens += [token for token, _ in event.tokens]
-            if gone and decoder.ahead is not None and decoder.ahead._started is not None:
-                decoder.ahead._started.shutdown()
+            if gone and decoder.ahead is not None:
+                decoder.ahead._worker.close()
         texts.append(tokens)
     assert decoder.ahead is not None and decoder.ahead.tried > 1 and texts[0] == texts[1]
     assert len(list(decoder.decode([request]))) > 1

@@ -1,0 +1,77 @@
+"""A thread that does one thing after the other."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support_ahead import interrupts, is_done
+
+from leadout.engines.worker import Worker
+
+
+def fail() -> None:
+    raise ValueError("no")
+
+
+def test_things_are_done_in_their_order_and_by_one_thread() -> None:
+    worker, done = Worker("worker"), []
+    for number in range(5):
+        worker.begin(lambda number=number: done.append((number, threading.current_thread().name)))  # type: ignore[misc]
+    worker.rest()
+    assert done == [(number, "worker") for number in range(5)]
+
+
+def test_who_has_something_done_gets_what_it_raised() -> None:
+    worker = Worker("worker")
+    assert isinstance(worker.begin(fail).get(), ValueError)
+    with pytest.raises(ValueError, match="no"):
+        worker.do(fail)
+    worker.do(lambda: None)
+
+
+def test_an_interrupt_waits_for_what_is_being_done() -> None:
+    """What it works on would else be written to while others read it."""
+    worker, done, count = Worker("worker"), [True], 0
+
+    def work() -> None:
+        done.append(False)
+        time.sleep(0.001)
+        done[-1] = True
+
+    worker.do(work)
+    for _ in interrupts(lambda: worker.do(work), ("worker.py",)):
+        count += 1
+        assert is_done(lambda: worker.do(lambda: None))
+        assert all(done)
+    assert count > 3
+
+
+def test_the_thread_ends_with_its_worker_and_with_close() -> None:
+    before = threading.active_count()
+    worker = Worker("worker")
+    for _ in range(2):
+        worker.do(lambda: None)
+        assert worker.running and threading.active_count() == before + 1
+        worker.close()
+        assert not worker.running and threading.active_count() == before
+    worker.do(lambda: None)
+    thread = worker._thread
+    assert thread is not None
+    del worker
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_interpreter_that_ends_waits_for_what_is_being_done() -> None:
+    program = (
+        "import time; from leadout.engines.worker import Worker; worker = Worker('worker');"
+        "worker.begin(lambda: (time.sleep(0.3), print('done', flush=True)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
