@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from ..engines import Engine
 from ..errors import UsageError
 from .rules.noise import Noise
-from .rules.sampling import Chain, Sampler
+from .rules.sampling import Chain, Sampler, Scores
 from .settings import Settings
 from .steps import Stepper
 
@@ -28,8 +29,8 @@ _TAIL = 64
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
     """The first difference: its position among the new tokens, the margin between the two choices (in what the rule
-    takes the largest of, from the target: logits behind all penalties, for ``coupled`` with their noise), and whether
-    that is a near-tie."""
+    takes the largest of, from the target: logits behind all penalties, for ``coupled`` with their noise; where top-k,
+    top-p or min-p leave one of them out, by how much it missed being left in), and whether that is a near-tie."""
 
     position: int
     margin: float
@@ -48,12 +49,12 @@ def first_divergence(
     if position == shortest:
         return Divergence(position, float("inf"), near_tie=False)
     text = [*prompt, *ours[:position]]
-    scores: NDArray[np.floating] = last_logits(pair.target, text)
-    scale = 1.0
-    if settings is not None:
-        scores = _scores(scores, settings, prompt, ours[:position])
+    logits, either, scale = last_logits(pair.target, text), (ours[position], other[position]), 1.0
+    if settings is None:
+        margin = abs(float(logits[either[0]]) - float(logits[either[1]]))
+    else:
+        margin = _margin(logits, settings, prompt, ours[:position], either)
         scale = max(settings.repetition_penalty, 1.0 / settings.repetition_penalty) / (settings.temperature or 1.0)
-    margin = abs(float(scores[ours[position]]) - float(scores[other[position]]))
     near = margin <= scale * NEAR_TIE[pair.target.spec.precision] or margin <= scale * 2.0 * spread(pair.target, text)
     return Divergence(position, margin, near)
 
@@ -75,19 +76,58 @@ def spread(engine: Engine, text: Sequence[int]) -> float:
     return float(np.abs(wider - single).max())
 
 
-def _scores(
-    logits: NDArray[np.float32], settings: Settings, prompt: Sequence[int], written: Sequence[int]
-) -> NDArray[np.floating]:
-    """What the rule chooses the largest of after ``written``. (No tokens are struck out: neither of two that were
-    chosen is one of these.)"""
-    chain = Chain(settings, logits.size, prompt, ())
-    chain.extend(written)
+def _margin(
+    logits: NDArray[np.float32],
+    settings: Settings,
+    prompt: Sequence[int],
+    written: Sequence[int],
+    either: tuple[int, int],
+) -> float:
+    """Between two tokens that were chosen after ``written``. (So none is struck out: neither can be one of these.)"""
+
+    def chain(**changed: float) -> Chain:
+        made = Chain(dataclasses.replace(settings, **changed), logits.size, prompt, ())
+        made.extend(written)
+        return made
+
     if settings.acceptance_rule != "coupled":
+        weights = chain().weights(logits)
         with np.errstate(divide="ignore"):
-            return np.log(chain.weights(logits))
+            return abs(float(np.log(weights[either[0]]) - np.log(weights[either[1]])))
     if settings.seed is None:
         raise UsageError("answers by rule 'coupled' can only be compared with the seed they were drawn with")
-    return Sampler("coupled", chain, Noise(settings.seed)).noisy(logits, (), len(prompt) + len(written))
+    noisy = Sampler("coupled", chain(), Noise(settings.seed)).noisy(logits, (), len(prompt) + len(written))
+    left_out = [token for token in either if noisy[token] == -math.inf]
+    if not left_out:
+        return abs(float(noisy[either[0]] - noisy[either[1]]))
+    whole, by_rank, in_nucleus = (
+        chain(**cuts).scores(logits)
+        for cuts in (
+            {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+            {"top_p": 1.0, "min_p": 0.0},
+            {"min_p": 0.0},
+        )
+    )
+    return max(_missed_by(token, settings, whole, by_rank, in_nucleus) for token in left_out)
+
+
+def _missed_by(token: int, settings: Settings, whole: Scores, by_rank: Scores, in_nucleus: Scores) -> float:
+    """By how much ``token`` missed being left in by the cut that it missed most, from scores (log p up to a constant,
+    the largest 0) without any cut, behind top-k, and behind top-p, too. The nucleus lacks it by what stands before it,
+    or for being less likely than its last."""
+    score = float(whole[token])
+    missed = [_least(by_rank) - score]
+    if settings.top_p < 1.0:
+        before = float(np.exp(by_rank[by_rank > score]).sum() / np.exp(by_rank).sum())
+        missed.append(min(_least(in_nucleus) - score, math.log(max(before, settings.top_p) / settings.top_p)))
+    if settings.min_p > 0.0:
+        missed.append(math.log(settings.min_p) - score)
+    return max(missed)
+
+
+def _least(scores: Scores) -> float:
+    """Of those that were left in."""
+    return float(scores[scores > -math.inf].min())
 
 
 def last_logits(engine: Engine, token_ids: Sequence[int]) -> NDArray[np.float32]:

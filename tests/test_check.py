@@ -135,6 +135,30 @@ def test_a_divergence_of_sampled_answers_is_measured_with_their_noise() -> None:
         first_divergence(pair, [1, 2], [3, first], [3, second], Settings(temperature=0.5, rule="coupled"))
 
 
+@pytest.mark.parametrize("cut", ["top_k", "top_p", "min_p"])
+def test_a_token_beyond_the_cut_is_as_near_as_it_missed_it(cut: str) -> None:
+    """Rounding takes it in where it hardly missed; the noise may then lift it above all others."""
+    pair: Any = SimpleNamespace(target=ToyEngine(law, VOCAB))
+    law_here = law(np.array([1, 2, 3])) ** 2.0
+    law_here /= law_here.sum()
+    order = np.argsort(-law_here, kind="stable").tolist()
+    at = next(i for i in range(2, VOCAB) if law_here[order[i]] < 0.9 * law_here[order[i - 1]])
+    best, out = order[0], order[at]
+    rank = float(np.log(law_here[order[at - 1]] / law_here[out]))
+    before = float(law_here[order[:at]].sum())
+    for short in (1e-3, 5e-2):
+        value, missed = {
+            "top_k": (at, rank),
+            "top_p": (before * (1.0 - short), min(rank, -float(np.log1p(-short)))),
+            "min_p": (float(law_here[out] / law_here[best]) * (1.0 + short), float(np.log1p(short))),
+        }[cut]
+        settings = Settings(temperature=0.5, seed=7, **{cut: value})
+        for either in ((best, out), (out, best)):
+            found = first_divergence(pair, [1, 2], [3, either[0]], [3, either[1]], settings)
+            assert found is not None and found.margin == pytest.approx(missed, rel=1e-3, abs=1e-6)
+            assert found.near_tie == (missed <= 2.0 * NEAR_TIE["fp32"])
+
+
 @pytest.mark.parametrize("bend", ["logit_bias", "presence_penalty"])
 def test_a_divergence_is_measured_behind_the_penalties(bend: str) -> None:
     """Where these make two tokens all but equal, rounding parts them, however far apart the logits are."""
