@@ -178,14 +178,21 @@ class Stepper:
         spec = self.engine.spec
         return min(spec.chunk(len(past)), spec.max_context + spec.max_verify - 1 - max(past))
 
+    def _most_padded(self, past: Sequence[int], index: Tokens | None) -> int:
+        """What a step that is recorded may be padded to. A cache that holds the whole context does not grow for that,
+        as it would for the last tokens of many a context, for slots come by the thousand there."""
+        engine, most = self.engine, self._widest(past)
+        if engine.capacity >= engine.spec.max_context:
+            most = min(most, engine.capacity - max(past))
+        return most if index is not None else min(most, engine.spec.max_verify)
+
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
         width, rows, more = max(width, self.narrowest), len(pieces), 0
         width += self._even and leaves_one(width) and width < self._widest(past)
         recorded = self._recording is not None and width <= _RECORDED[-1]
-        most = self._widest(past) if index is not None else min(self._widest(past), self.engine.spec.max_verify)
-        if recorded and (wider := min(recorded_width(width), most)) >= width:
+        if recorded and (wider := min(recorded_width(width), self._most_padded(past, index))) >= width:
             width, more = wider, recorded_rows(rows, self.engine.batch) - rows
         if more:  # rows behind those that are alive are nobody's
             pieces, past = [*pieces, *[[]] * more], [*past, *[0] * more]

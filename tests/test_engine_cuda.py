@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -265,6 +266,20 @@ def test_steps_that_are_recorded_have_few_shapes(device: SlotEngine, model: Mode
     assert {step.tokens.shape for step in device._steps.values()} == {(4, n) for n in (1, 2, 5, 9, 17, 34)}
     device.graphs = False
     assert device.recording is None and Stepper(device, "target").all_logits([[1] * 6], [0]).shape[1] == 6
+
+
+@pytest.mark.usefixtures("device")
+def test_no_cache_grows_beyond_its_context_for_padding(tmp_path: Path) -> None:
+    most = 512  # as many slots as are made at first; beyond, they come by the thousand
+    device = SlotEngine(write(dataclasses.replace(C, context=most), tmp_path), provider="cuda")
+    stepper = Stepper(device, "target")
+    stepper.reset(2)
+    for width in (8, 4, 3):
+        found = stepper.all_logits([[1] * width, [2] * 3], [most - width, 7])
+        assert found.shape[:2] == (2, width) and device.capacity == most
+    stepper.all_logits([[1] * 4, [2]], [most - 5, 7])
+    assert [step.tokens.shape[1] for step in device._steps.values()] == [8, 4, 3, 5], "padded where there is room"
+    device.close()
 
 
 def test_what_recording_takes_is_no_step_s_price(device: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
