@@ -9,7 +9,6 @@ bonus token only says which text to suppose: however it is made, it biases nothi
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -114,15 +113,9 @@ class AheadDrafter:
         self._model, self._worth = model, Worth(costs) if measured else None
         self.late = self.steps = self.tried = self.kept = 0
         self._stop = False  # no Event, and no Future is waited for: an interrupt may leave their locks taken
-        self._started: Executor | None = None
-        self._process = 0
+        self._thread: Executor | None = None
         self._run: _Run | None = None
         self._seconds = 0.0
-
-    @property
-    def _thread(self) -> Executor | None:
-        """The worker; a process that was forked since has none of its parent's threads."""
-        return self._started if self._process == os.getpid() else None
 
     def counts(self) -> dict[str, int]:
         """``tried`` and ``kept``."""
@@ -146,7 +139,7 @@ class AheadDrafter:
         self._model.forget()
         if (thread := self._thread) is not None:
             thread.shutdown()
-        self._started = None
+        self._thread = None
 
     def prefill(self, rows: Items[Row]) -> None:
         self._model.prefill(rows)
@@ -205,8 +198,7 @@ class AheadDrafter:
         self._run = _Run(row, row.sequence.length, list(draft.tokens), Draft())
         self._stop = False
         if (thread := self._thread) is None:
-            thread = self._started = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
-            self._process = os.getpid()
+            thread = self._thread = ThreadPoolExecutor(1, thread_name_prefix="leadout-ahead")
         return submitted(thread, self._work, self._run, longest)
 
     def _longest(self, row: Row, draft: Draft) -> int:
