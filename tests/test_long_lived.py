@@ -55,7 +55,7 @@ def test_once_the_interpreter_ends_a_daemon_thread_begins_no_round() -> None:
         with contextlib.suppress(SystemExit):  # threading passes over it, pytest does not
             for _ in decoder.decode([([1, 2], Settings(max_new_tokens=9, ignore_eos=True))]):
                 steps.append(threading.current_thread().daemon)
-                decoder._ending._end()
+                decoder.ending._end()
 
     for daemon in (True, False):
         thread = threading.Thread(target=take, daemon=daemon)
@@ -72,8 +72,8 @@ def test_a_worker_that_the_interpreter_has_let_go_is_done_without() -> None:
         tokens = []
         for event in decoder.decode([request]):
             tokens += [token for token, _ in event.tokens]
-            if gone and decoder.ahead is not None and decoder.ahead._started is not None:
-                decoder.ahead._started.shutdown()
+            if gone and decoder.ahead is not None and decoder.ahead._thread is not None:
+                decoder.ahead._thread.shutdown()
         texts.append(tokens)
     assert decoder.ahead is not None and decoder.ahead.tried > 1 and texts[0] == texts[1]
     assert len(list(decoder.decode([request]))) > 1
