@@ -15,26 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from programs import read_kinds, run
 
-from leadout.errors import UsageError
 from leadout.runtime.pair import Pair, load
 from leadout.runtime.settings import DRAFTS as ALL_DRAFTS
-from leadout.scripts.options import draft_length, read_text
+from leadout.scripts.options import draft_length
 
 PROMPTS = Path(__file__).with_name("kinds.jsonl")
 DRAFTS = tuple(name for name in ALL_DRAFTS if name != "siblings")  # it takes several answers: siblings.py
-
-
-def read(path: str) -> dict[str, list[str]]:
-    """The prompts of each kind, in order. Raises UsageError for a line without them."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            kinds[row["kind"]].append(row["prompt"])
-        except (ValueError, LookupError, TypeError):
-            raise UsageError(f'{path}, line {number}: expected {{"kind": ..., "prompt": ...}}') from None
-    return kinds
 
 
 def count(pair: Pair, prompts: list[str], **settings: Any) -> dict[str, Any]:
@@ -63,11 +51,11 @@ def line(draft: str, row: dict[str, Any]) -> str:
 @click.option("--draft-length", type=draft_length, default="auto", show_default=True, metavar="N|auto")
 @click.option("--max-new-tokens", default=128, show_default=True, metavar="N")
 @click.option("--temperature", default=0.0, show_default=True, metavar="T", help="Above 0: with seed 7, coupled.")
-@click.option("--limit", type=int, metavar="N", help="Only the first N prompts of each kind.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N prompts of each kind.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def main(bundle: str, prompts: str, drafts: tuple[str, ...], limit: int | None, as_json: bool, **settings: Any) -> None:
     """Count what each drafter of BUNDLE proposes and the target accepts."""
-    kinds = read(prompts)
+    kinds = read_kinds(prompts)
     report: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     with load(bundle) as pair:
         for draft in drafts or [name for name in DRAFTS if name != "model" or pair.draft is not None]:
@@ -81,4 +69,4 @@ def main(bundle: str, prompts: str, drafts: tuple[str, ...], limit: int | None, 
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

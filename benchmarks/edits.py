@@ -24,6 +24,7 @@ import click
 import numpy as np
 from devices import TABLES
 from numpy.typing import NDArray
+from programs import run
 from tokenizers import Tokenizer
 
 from leadout.engines.priced import Clock, Priced, Prices
@@ -125,7 +126,7 @@ def rates(found: list[Text], prices: Prices, vocabulary: int) -> tuple[float, fl
 
 @click.command()
 @click.option("--priced", "device", default="grown-int8", show_default=True, metavar="DEVICE")
-@click.option("--limit", type=int, metavar="N", help="Only the first N texts of each edit.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N texts of each edit.")
 def main(device: str, limit: int | None) -> None:
     """Write known edits with and without the drafter that knows of changes."""
     prices, tokenizer = Prices.read(TABLES, device), Tokenizer.from_file(str(TOKENIZER))
@@ -141,4 +142,4 @@ def main(device: str, limit: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import click
+from programs import run
 
 from leadout.runtime.divergence import first_divergence
 from leadout.runtime.pair import load
@@ -75,7 +76,13 @@ def near_ties(bundle: str, prompts: Path, alone: list[list[int]], batched: list[
 
 @click.command()
 @click.argument("bundles", nargs=-1, required=True)
-@click.option("--count", default=20, show_default=True, help="Prompts, taken evenly from benchmarks/prompts.jsonl.")
+@click.option(
+    "--count",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Prompts, taken evenly from benchmarks/prompts.jsonl.",
+)
 @click.option("--max-new-tokens", "tokens", default=48, show_default=True)
 def main(bundles: tuple[str, ...], count: int, tokens: int) -> None:
     """Compare every draft with the target alone, in every BUNDLE."""
@@ -104,4 +111,4 @@ def main(bundles: tuple[str, ...], count: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,16 +12,16 @@ Rates are tokens per second after the prompt, over all prompts; ``of plain`` div
 from __future__ import annotations
 
 import argparse
-import json
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from devices import SEED, priced
+from programs import at_least_one, keep, read_kinds, result_file, run
 
 import leadout
 from leadout.runtime.bench import Bench, Group, Totals, surroundings
+from leadout.scripts.options import read_prompts
 
 
 def main() -> None:
@@ -29,15 +29,15 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, help="JSON lines (prompts.jsonl beside this; kinds.jsonl by kind)")
     parser.add_argument("--by-kind", action="store_true", help="a table for each 'kind' of the prompts")
-    parser.add_argument("--limit", type=int, default=20, help="prompts of each table")
+    parser.add_argument("--limit", type=at_least_one, default=20, help="prompts of each table")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--draft", default="model")
     parser.add_argument("--provider", default="cpu", help="where to run")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=result_file, help="write the result to this file")
     options = parser.parse_args()
     options.plain = None
     result = {}
@@ -48,22 +48,16 @@ def main() -> None:
         for kind, prompts in prompts_of(pair, options).items():
             result[kind] = sweep(pair, prompts[: options.limit], options)
             print(f"{kind}\n{table(result[kind])}", flush=True)
-    if options.json:
-        written = result if options.by_kind else result["all"]
-        options.json.write_text(json.dumps(written | surroundings(), indent=1) + "\n", encoding="utf-8")
+            keep(options.json, (result if options.by_kind else result["all"]) | surroundings())
 
 
 def prompts_of(pair: leadout.Pair, options: argparse.Namespace) -> dict[str, Group]:
     """The token ids of the prompts, by kind (``all`` where kinds are not asked for)."""
     name = "kinds.jsonl" if options.by_kind else "prompts.jsonl"
-    path = options.prompts or Path(__file__).parent / name
-    found: dict[str, Group] = defaultdict(list)
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if options.by_kind and "kind" not in row:
-            raise SystemExit(f"{path}: a line without 'kind', which --by-kind needs")
-        found[row["kind"] if options.by_kind else "all"].append(pair.token_ids(row["prompt"]))
-    return found
+    path = str(options.prompts or Path(__file__).parent / name)
+    if not options.by_kind:
+        return {"all": [pair.token_ids(line.prompt) for line in read_prompts(path)]}
+    return {kind: [pair.token_ids(text) for text in texts] for kind, texts in read_kinds(path).items()}
 
 
 def sweep(pair: leadout.Pair, prompts: Group, options: argparse.Namespace) -> dict[str, Any]:
@@ -100,4 +94,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from devices import SEED, priced
+from programs import at_least_one, keep, read_kinds, result_file, run
 
 import leadout
 from leadout.engines import Logits, Tokens
@@ -51,35 +50,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("bundles", type=Path, nargs="+")
     parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "kinds.jsonl")
-    parser.add_argument("--limit", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--limit", type=at_least_one, default=12, help="prompts of each kind")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.2])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--batches", type=at_least_one, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=64)
     parser.add_argument("--provider", default="cpu", help="where to run")
     parser.add_argument("--useless", action="store_true", help="with a draft model that says noise")
     parser.add_argument("--no-exact", action="store_true", help="without the price of exactness")
     parser.add_argument("--priced", metavar="DEVICE", help="with the prices of this device in devices.json")
-    parser.add_argument("--json", type=Path, help="write the cells to this file")
+    parser.add_argument("--json", type=result_file, help="write the cells to this file")
     options = parser.parse_args()
-    cells = []
+    how = {"provider": options.provider, "useless": options.useless}
+    how |= {"exact": not options.no_exact, "priced": options.priced}
+    cells: list[dict[str, Any]] = []
     for cell in (cell for bundle in options.bundles for cell in grid(bundle, options)):
         cells.append(cell)
         row = f"{cell['bundle']:12} {cell['kind']:10} T={cell['temperature']:<4} batch {cell['batch']:<3}"
         rate = f"{cell['speedup']:5.2f} of plain's {cell['plain']:7.1f} tokens/s"
         print(f"{row} {rate}, with the prompt {cell['with_prompt']:.2f}", flush=True)
+        keep(options.json, how | {"cells": cells} | surroundings())
     below = [cell for cell in cells if cell["speedup"] < LIMIT]
     print(f"{len(cells)} cells, {len(below)} below {LIMIT}; the least {min(cell['speedup'] for cell in cells):.2f}")
-    if options.json:
-        how = {"provider": options.provider, "useless": options.useless}
-        how |= {"exact": not options.no_exact, "priced": options.priced}
-        result = how | {"cells": cells} | surroundings()
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if below else 0)
 
 
 def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One cell after the other."""
-    kinds = defaultdict(list)
+    kinds: dict[str, list[list[int]]] = {}
     with ExitStack() as stack:
         pair = stack.enter_context(leadout.load(bundle, provider=options.provider, exact=not options.no_exact))
         plain = stack.enter_context(bare_target(pair, options.provider, None, "auto"))
@@ -87,9 +84,8 @@ def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             plain = stack.enter_context(priced(pair, plain, options.priced))
         if options.useless and pair.draft is not None:
             pair.draft = Useless(pair.draft)
-        for line in options.prompts.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            kinds[row["kind"]].append(pair.token_ids(row["prompt"]))
+        for kind, texts in read_kinds(str(options.prompts)).items():
+            kinds[kind] = [pair.token_ids(text) for text in texts]
         mixed = [prompt for each in zip(*kinds.values(), strict=False) for prompt in each]
         for temperature, batch in itertools.product(options.temperatures, options.batches):
             settings = {"temperature": temperature, "max_new_tokens": options.max_new_tokens, "ignore_eos": True}
@@ -110,4 +106,4 @@ def grid(bundle: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,14 +11,13 @@ A part that is worth nothing here may be what holds where estimates are wrong: t
 from __future__ import annotations
 
 import argparse
-import json
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from devices import SEED, priced
+from programs import at_least_one, keep, read_kinds, result_file, run
 
 import leadout
 from leadout.runtime import admission
@@ -94,11 +93,11 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--priced", metavar="DEVICE", default="demo-int8", help="whose prices of devices.json")
     parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "kinds.jsonl")
-    parser.add_argument("--limit", type=int, default=12, help="prompts of each kind")
+    parser.add_argument("--limit", type=at_least_one, default=12, help="prompts of each kind")
     parser.add_argument("--texts", type=int, default=0, help="texts that a decoder sees (0: all, after two to warm up)")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=at_least_one, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=result_file, help="write the result to this file")
     options = parser.parse_args()
     rates: dict[str, float] = {}
     with leadout.load(options.bundle) as pair:
@@ -110,20 +109,14 @@ def main() -> None:
                 rates[name] = rate(pair, prompts, options)
             of_whole = rates[name] / rates["as it is"]
             print(f"{name:36} {rates[name]:8.1f} tokens/s {of_whole:6.3f}", flush=True)
-    if options.json:
-        found = {"priced": options.priced, "temperature": options.temperature, "texts": options.texts, "rates": rates}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            how = {"priced": options.priced, "temperature": options.temperature, "texts": options.texts}
+            keep(options.json, how | {"rates": rates})
 
 
 def prompts_of(pair: leadout.Pair, options: argparse.Namespace) -> list[list[int]]:
     """The first of each kind, the second of each, ..."""
-    kinds: dict[str, list[list[int]]] = defaultdict(list)
-    for line in options.prompts.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        kinds[row["kind"]].append(pair.token_ids(row["prompt"]))
-    return [
-        prompt for each in zip(*(found[: options.limit] for found in kinds.values()), strict=False) for prompt in each
-    ]
+    kinds = [texts[: options.limit] for texts in read_kinds(str(options.prompts)).values()]
+    return [pair.token_ids(text) for each in zip(*kinds, strict=False) for text in each]
 
 
 def rate(pair: leadout.Pair, prompts: list[list[int]], options: argparse.Namespace) -> float:
@@ -152,4 +145,4 @@ def rate(pair: leadout.Pair, prompts: list[list[int]], options: argparse.Namespa
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

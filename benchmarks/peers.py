@@ -31,6 +31,7 @@ from adapters.children import Child, PeerError
 from adapters.environments import python_of, run
 from adapters.report import Side, summarise, table
 from adapters.table import PEERS, REFERENCE, Peer
+from programs import run as run_program
 from tokenizers import Tokenizer
 
 from leadout.errors import UsageError
@@ -283,6 +284,8 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that stopped children are ended too
     chosen = [peer for peer in PEERS if peer.name in (REFERENCE[0], *peers)]
     prompts = read_prompts(HERE / "kinds.jsonl", limit_per_kind)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
     comparison, results = Comparison(folder.resolve(), threads, max_new_tokens, seed), []
     for pair in pairs:
         for precision in precisions:
@@ -291,9 +294,8 @@ def main(
                 results.append(comparison.measure(chosen, pair, precision, temperature, prompts))
                 click.echo(table(results[-1]) + "\n")
                 if path:
-                    path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

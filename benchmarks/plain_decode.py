@@ -24,6 +24,9 @@ from pathlib import Path
 
 import numpy as np
 from adapters.table import GENAI
+from programs import at_least_one, keep, result_file, run
+
+from leadout.errors import LeadoutError
 
 NAMES = ("leadout", "genai")
 PAUSE = 0.2  # seconds before each round: the other's threads, which have just worked, spin on for a while
@@ -32,13 +35,13 @@ PAUSE = 0.2  # seconds before each round: the other's threads, which have just w
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens before the first one that is timed")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens timed in a round")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=at_least_one, default=2)
+    parser.add_argument("--prompt", type=at_least_one, default=32, help="tokens before the first one that is timed")
+    parser.add_argument("--tokens", type=at_least_one, default=128, help="tokens timed in a round")
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--genai", type=Path, default=Path(__file__).parent / ".genai", help="where it is installed")
     parser.add_argument("--models", type=Path, help="keep both exports here and use them again")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=result_file, help="write the result to this file")
     parser.add_argument("--worker", choices=NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -50,8 +53,7 @@ def main() -> None:
         export(options)
         result = measure(options)
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(options.json, result)
 
 
 def install(folder: Path) -> None:
@@ -111,13 +113,13 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 
 
 def command(worker: subprocess.Popen[str]) -> float:
-    """Ask for one round. Raises RuntimeError if the worker died (its own error is on stderr)."""
+    """Ask for one round. Raises LeadoutError if the worker died (its own error is on stderr)."""
     assert worker.stdin is not None and worker.stdout is not None
     worker.stdin.write("round\n")
     worker.stdin.flush()
     answer = worker.stdout.readline()
     if not answer:
-        raise RuntimeError(f"a worker ended early: {' '.join(map(str, worker.args))}")  # type: ignore[arg-type]
+        raise LeadoutError(f"a worker ended early: {' '.join(map(str, worker.args))}")  # type: ignore[arg-type]
     return float(answer)
 
 
@@ -181,4 +183,4 @@ def genai_decoder(options: argparse.Namespace) -> Callable[[], float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from programs import run
 
 from leadout.errors import UsageError
 from leadout.runtime.pair import Pair, load
@@ -79,4 +80,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "ort-tensorrt-rtx": {},
 }  # float32 is float32: who wants speed exports float16
 _LARGEST_FOLD = str(1 << 20)  # bytes of a constant that is made of others
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()  # sessions
 _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told once, by EngineError
 
 
@@ -134,7 +136,19 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
         raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
     if (taken := session.get_providers()[0]) != wanted:
         raise EngineError(f"provider '{provider}' fell back to {taken}: run leadout doctor --provider {provider}")
+    _OPEN.add(session)
     return session
+
+
+def _never_end() -> None:
+    """Keep all sessions of a process that was forked to its very end: the threads that their ends wait for are its
+    parent's alone."""
+    for session in _OPEN:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_never_end)
 
 
 def native(path: Path) -> str:

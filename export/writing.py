@@ -22,6 +22,7 @@ try:
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
 
+_TRIES = 100  # to take a place that others want
 # What decoding needs of a model's directory besides weights.
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
@@ -65,11 +66,25 @@ def aside(place: Path, progress: Callable[[str], None]) -> Iterator[Path]:
             with _room(place):
                 yield folder
             with _named(place):
-                if place.exists():
-                    place.rename(old)
-                folder.rename(place)
+                _change_places(folder, place, old)
     finally:
         _discard(place, os.getpid())
+
+
+def _change_places(folder: Path, place: Path, old: Path) -> None:
+    """``folder`` becomes ``place``, and what was there ``old``. Another export may do the same at this moment: what it
+    put there is replaced, too. Raises OSError."""
+    for tries in reversed(range(_TRIES)):
+        with contextlib.suppress(FileNotFoundError):  # none is there, or another has just taken it away
+            place.rename(old)
+        try:
+            folder.rename(place)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not tries:
+                raise
+            _remove(old)
+    _remove(old)  # now: it must not come back where the place is free for a moment
 
 
 def _beside(place: Path, process: int) -> tuple[Path, Path]:

@@ -99,8 +99,8 @@ class Decoder:
         self._once = 0.0  # seconds of the target's last step that no later one takes
         self._epoch = 0
         self.turn = RLock()  # whose round it is, of the threads that share this
-        self._ending = Ending()
-        self._ending.follow(self)
+        self.ending = Ending()
+        self.ending.follow(self)
 
     def decode(
         self,
@@ -140,6 +140,7 @@ class Decoder:
     def forget(self) -> None:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
+        self.ending.require_own()
         with self.turn:
             self._admission.forget()
             self._begin_anew()
@@ -152,15 +153,17 @@ class Decoder:
 
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
         """``admitted`` makes the rows, now: they begin with what all rows before them showed."""
-        with self.turn, self._ending.lock:
-            if self._ending.over:
-                self._ending.leave()
+        self.ending.require_own()
+        with self.turn, self.ending.lock:
+            if self.ending.over:
+                self.ending.leave()
             rows = admitted()
             clock = self._start(rows)
         while rows:
-            with self.turn, self._ending.lock:
-                if self._ending.over:
-                    self._ending.leave()
+            self.ending.require_own()
+            with self.turn, self.ending.lock:
+                if self.ending.over:
+                    self.ending.leave()
                 this = self._begin(rows, clock)
                 drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)

@@ -1,10 +1,13 @@
-"""Decides what becomes of rounds while the interpreter ends: none of a daemon thread's is left running then."""
+"""Decides what becomes of rounds while the interpreter ends, and in a process that was forked: none runs then."""
 
 from __future__ import annotations
 
+import os
 from threading import RLock, current_thread
 from typing import Final
 from weakref import finalize
+
+from ..errors import EngineError
 
 _LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
 
@@ -18,6 +21,18 @@ class Ending:
 
     def __init__(self) -> None:
         self.lock, self.over = RLock(), False
+        self._process = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked since."""
+        return os.getpid() != self._process
+
+    def require_own(self) -> None:
+        """Raise EngineError in a process that was forked since: threads that its sessions would wait for, or that hold
+        the pair's turn, are its parent's alone."""
+        if self.forked:
+            raise EngineError("this pair was loaded before the process forked: load the bundle anew in the child")
 
     def follow(self, owner: object) -> None:
         """``over`` is set once ``owner`` is gone, at the interpreter's end at the latest."""
@@ -29,6 +44,8 @@ class Ending:
             raise SystemExit
 
     def _end(self) -> None:
+        if self.forked:
+            return
         held = self.lock.acquire(timeout=_LONGEST)
         self.over = True
         if held:

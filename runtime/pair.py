@@ -102,6 +102,7 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
+        self.decoder.ending.require_own()
         with self.turn:
             found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
@@ -220,7 +221,10 @@ class Pair:
         self.decoder.forget()
 
     def close(self) -> None:
-        """Release both models, and what is remembered. Calling it twice is fine."""
+        """Release both models, and what is remembered. Calling it twice is fine. In a process that was forked since
+        nothing happens: all is its parent's."""
+        if self.decoder.ending.forked:
+            return
         with self.turn:
             self.forget()
             self.target.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from typing import Any
@@ -331,22 +329,3 @@ def test_who_forgets_keeps_no_thread():
         assert threading.active_count() == before + 1
         made.forget()
         assert threading.active_count() == before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_process_has_a_worker_of_its_own():
-    """It has its parent's memory and none of its threads: to wait for one would be to wait for ever."""
-    decoder_ = Decoder(*toy_pair(11, share=0.1), draft_ahead=True)
-    request = [(PROMPTS[2], Settings(max_new_tokens=30, draft_length=3))]
-    expected = [event.tokens for event in decoder_.decode(request, eos_token_ids=())]
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # what hangs ends by a signal
-        decoder_.ahead.rest()
-        tried = decoder_.ahead.tried
-        same = [event.tokens for event in decoder_.decode(request, eos_token_ids=())] == expected
-        decoder_.forget()
-        os._exit(0 if same and decoder_.ahead.tried > tried else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert [event.tokens for event in decoder_.decode(request, eos_token_ids=())] == expected

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,3 +181,44 @@ def test_known_edits_are_written_sooner_by_who_knows_of_changes(root: Path) -> N
     assert {row[0] for row in found.values()} == {"8"}
     assert float(found["names numbered"][4]) > 1.3
     assert all(float(row[4]) > 0.95 for row in found.values()) and float(found["nothing"][4]) <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "code", "reason"),
+    [
+        ("lengths.py", ["nowhere"], 3, "no bundle at 'nowhere'"),
+        ("lengths.py", ["nowhere", "--json", "no/such/file"], 2, "--json: 'no/such/file' is in no directory"),
+        ("never_slower.py", ["nowhere", "--limit", "0"], 2, "--limit: '0' is not a number from 1 on"),
+        ("drafters.py", ["nowhere", "--prompts", "none.jsonl"], 2, "cannot read 'none.jsonl'"),
+        ("drafters.py", ["nowhere", "--prompts", "/dev/null"], 2, "no prompts in it"),
+        ("identity.py", ["nowhere"], 1, "no bundle at 'nowhere'"),
+        ("edits.py", ["--priced", "nosuch"], 2, "no prices of 'nosuch'"),
+    ],
+)
+def test_what_a_program_refuses_is_told_at_once(
+    root: Path, tmp_path: Path, program: str, arguments: list[str], code: int, reason: str
+) -> None:
+    """Before anything is measured: it could take an hour."""
+    command = [sys.executable, str(root / "benchmarks" / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    assert reason in done.stderr.splitlines()[-1]
+
+
+def test_what_was_measured_is_kept_though_the_program_is_stopped(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    never_slower, programs = (importlib.import_module(name) for name in ("never_slower", "programs"))
+    cell = {"bundle": "b", "kind": "k", "temperature": 0.0, "batch": 1, "speedup": 2.0, "with_prompt": 1.5, "plain": 9}
+
+    def cells(*_: object) -> Iterator[dict[str, object]]:
+        yield cell
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(never_slower, "grid", cells)
+    monkeypatch.setattr(sys, "argv", ["never_slower.py", "b", "--json", str(tmp_path / "cells.json")])
+    with pytest.raises(SystemExit) as ended:
+        programs.run(never_slower.main)
+    assert ended.value.code == 130 and capsys.readouterr().err == "never_slower.py: stopped by SIGINT\n"
+    assert json.loads((tmp_path / "cells.json").read_text(encoding="utf-8"))["cells"] == [cell]

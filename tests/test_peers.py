@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from time import sleep
@@ -90,6 +91,14 @@ def test_ratios_are_of_tokens_a_second_after_the_prompt_and_with_it(bench: Modul
 def test_tokens_that_came_with_the_prompt_are_not_decoding(bench: ModuleType) -> None:
     report = importlib.import_module("adapters.report")
     assert report.rate(rows("a", 1.0, first_tokens=4)) == 6 and report.whole_rate(rows("a", 1.0, 4)) == 5
+
+
+def test_an_answer_that_was_whole_with_the_prompt_says_nothing_of_decoding(bench: ModuleType) -> None:
+    whole = rows("a", 0.0, first_tokens=10)
+    sides = {("leadout", "auto"): whole + rows("b", 1.0), ("x", "plain"): rows("a", 1.0) + rows("b", 2.0)}
+    _, theirs = bench.summarise(sides, ("leadout", "auto"), [0], greedy=False)
+    assert theirs["ratio_median"] == 2.0 and theirs["ratio_by_kind"]["b"] == 2.0
+    assert math.isnan(theirs["ratio_by_kind"]["a"]) and theirs["ratio"] == pytest.approx(10 / (20 / 3))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def test_the_package_is_a_program_and_completes_commands() -> None:
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == set(COMMANDS)
 
 
+def test_an_export_says_that_it_needs_docstrings(tmp_path: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "leadout", "export", "nowhere", "-o", str(tmp_path / "bundle")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 4 and done.stderr.count("\n") == 1 and "set PYTHONOPTIMIZE=1 or none" in done.stderr
+
+
 def test_standard_input_that_is_closed_is_empty() -> None:
     said = (
         "import sys\nfrom leadout.scripts.cli import open_streams\nopen_streams()\nassert not sys.stdin.buffer.read()\n"

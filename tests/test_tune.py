@@ -7,7 +7,11 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +183,41 @@ def test_costs_are_kept_per_device(bundle: Path) -> None:
     _, note = tuned.read(spaced, dataclasses.replace(device, processor="another"))
     assert note.endswith("my pair'") and "leadout tune '" in note, "as a shell takes it"
     assert [path.name for path in bundle.iterdir() if path.name.startswith(".")] == [], "nothing is left behind"
+
+
+TUNE = """
+import dataclasses, sys
+from leadout.bundle import Bundle
+from leadout.runtime.controller import tuned
+from test_tune import COSTS, WHERE
+found, device = Bundle.read(sys.argv[1]), tuned.this_device(**WHERE)
+for cores in range(int(sys.argv[2]), int(sys.argv[3])):
+    tuned.write(found, dataclasses.replace(device, cores=cores), COSTS)
+"""
+
+
+def test_who_tunes_at_once_loses_nothing_of_each_other(bundle: Path) -> None:
+    """Two processes here; threads in the test below."""
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
+    ranges = (("0", "40"), ("40", "80"))
+    begun = [subprocess.Popen([sys.executable, "-c", TUNE, str(bundle), *each], env=where) for each in ranges]
+    assert [process.wait() for process in begun] == [0, 0]
+    raw = json.loads((bundle / tuned.TUNED).read_text(encoding="utf-8"))
+    assert sorted(each["device"]["cores"] for each in raw["tunings"]) == list(range(80))
+
+
+def test_threads_that_tune_at_once_lose_nothing_of_each_other(bundle: Path) -> None:
+    found, device, last = Bundle.read(bundle), tuned.this_device(**WHERE), threading.Barrier(8)
+
+    def write(first: int) -> None:
+        last.wait()
+        for cores in range(first, first + 10):
+            tuned.write(found, dataclasses.replace(device, cores=cores), COSTS)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(0, 80, 10)))
+    raw = json.loads((bundle / tuned.TUNED).read_text(encoding="utf-8"))
+    assert sorted(each["device"]["cores"] for each in raw["tunings"]) == list(range(80))
 
 
 def test_who_may_read_a_bundle_may_read_its_costs(bundle: Path) -> None:

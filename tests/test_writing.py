@@ -123,3 +123,25 @@ def test_a_bundle_is_not_lost_between_two_renames(tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt), aside(tmp_path / "out", print):
         pass
     assert names(tmp_path) == {"out"} and (tmp_path / "out" / "leadout.json").read_text() == "an older bundle"
+
+
+EXPORTS = """
+import sys, time
+from pathlib import Path
+from leadout.export.writing import aside
+
+for i in range(80):
+    with aside(Path(sys.argv[1]), lambda line: None) as folder:
+        (folder / "leadout.json").write_text(sys.argv[2])
+        (folder / "model.onnx").write_text(sys.argv[2])
+        time.sleep(0.001 * (i % 3))
+"""
+
+
+def test_exports_that_end_at_one_moment_take_the_place_in_turn(tmp_path: Path) -> None:
+    """None fails for another's renaming, after minutes of work; what is there in the end is one's, whole."""
+    out = tmp_path / "out"
+    begun = [subprocess.Popen([sys.executable, "-c", EXPORTS, str(out), name]) for name in "abc"]
+    assert [process.wait() for process in begun] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (out / "leadout.json").read_text() == (out / "model.onnx").read_text()

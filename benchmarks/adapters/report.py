@@ -6,7 +6,8 @@ same prompts in the same order. A ratio is how many times as fast the reference 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,9 +16,9 @@ Side = tuple[str, str]
 
 
 def rate(rows: Sequence[Row]) -> float:
-    """Tokens a second after the prompt was in."""
+    """Tokens a second after the prompt was in. NaN where nothing came after the first that were given."""
     tokens = sum(len(row["token_ids"]) - row["first_tokens"] for row in rows)
-    return tokens / sum(row["seconds"] - row["first_seconds"] for row in rows)
+    return tokens / sum(row["seconds"] - row["first_seconds"] for row in rows) if tokens else math.nan
 
 
 def whole_rate(rows: Sequence[Row]) -> float:
@@ -48,7 +49,7 @@ def summarise(
             "tokens_per_second_with_prompt": whole_rate(rows),
             "ratio": rate(base) / rate(rows),
             "ratio_with_prompt": whole_rate(base) / whole_rate(rows),
-            "ratio_median": median(rate([a]) / rate([b]) for a, b in zip(base, rows, strict=True)),
+            "ratio_median": middle(rate([a]) / rate([b]) for a, b in zip(base, rows, strict=True)),
             "ratio_by_kind": {kind: rate(of(base, kind)) / rate(of(rows, kind)) for kind in kinds},
         }
         if greedy:
@@ -57,6 +58,12 @@ def summarise(
             entry["divergences"] = [{"prompt": i, "position": at} for i, at in enumerate(found) if at is not None]
         summary.append(entry)
     return summary
+
+
+def middle(ratios: Iterable[float]) -> float:
+    """The median of those that say something."""
+    told = [ratio for ratio in ratios if not math.isnan(ratio)]
+    return median(told) if told else math.nan
 
 
 def of(rows: Sequence[Row], kind: str) -> list[Row]:

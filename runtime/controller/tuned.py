@@ -13,7 +13,8 @@ import json
 import os
 import platform
 import stat
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -23,11 +24,17 @@ from ..ranges import integer
 from ..settings import MAX_GUESS_LENGTH
 from .costs import PARTS, Cost
 
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT = 2
 TUNED = "tuned.json"
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _MOST_BUCKETS, _LONGEST = 40, 3600.0
 MOST_ROWS, MOST_THREADS = 4096, 1024
+_WRITING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,9 +128,25 @@ def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
     """Put the costs of ``device`` into the bundle, in place of what it had; whole or not at all. Who may read the
     manifest may read them, whatever the umask: a bundle is not opened beside a table that cannot be read.
 
-    Tables of other devices stay if they belong to the same export. Raises BundleError if it cannot be written, or the
-    bundle is gone, or another by now: what was measured is not that one's.
+    Tables of other devices stay if they belong to the same export, those that others write at this moment, too. Raises
+    BundleError if it cannot be written, or the bundle is gone, or another by now: what was measured is not that one's.
     """
+    with _alone(bundle.path / MANIFEST):
+        return _write(bundle, device, costs)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Whoever asks for the same file, in this process or another, waits; where nothing can be locked (a network's
+    disk, say), only this process's threads do."""
+    with _WRITING, contextlib.ExitStack() as opened:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(opened.enter_context(path.open("rb")), fcntl.LOCK_EX)
+        yield
+
+
+def _write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
     if read_manifest(bundle.path) != bundle.manifest:
         raise BundleError(f"'{bundle.path}' was replaced while it was measured; tune it again")
     path, manifest, kept = bundle.path / TUNED, _manifest(bundle), list[Tuning]()
