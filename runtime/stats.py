@@ -130,7 +130,7 @@ class Stopwatch:
     def lap(self, phase: str) -> float:
         """Charge the time since the last lap to ``phase``; return it."""
         now = perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds, self._last = max(0.0, now - self._last), now  # a clock may be put back, where a machine is moved
         self._spent[phase] += seconds
         return seconds
 

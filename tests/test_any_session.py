@@ -286,9 +286,9 @@ def test_whatever_is_asked_and_whatever_went_wrong_before(making: Any, monkeypat
 
 
 @pytest.mark.parametrize("making", [a_model, none])
-@pytest.mark.parametrize("tick", [0.0, 1e-12, 1e5])
+@pytest.mark.parametrize("tick", [0.0, 1e-12, 1e5, -1e-3])
 def test_no_clock_is_an_error(making: Any, tick: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that stands still, as tests make them, is too coarse for a step, or jumps."""
+    """One that stands still, as tests make them, is too coarse for a step, jumps, or is put back."""
     by_clock(lambda: tick, monkeypatch)
     session = Session(random.Random(3), making())
     for draft in ("auto", "suffix", "auto", "auto"):

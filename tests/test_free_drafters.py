@@ -192,6 +192,19 @@ def test_the_pool_drops_the_oldest_and_keeps_the_latest():
     assert max(each.size for each in pool.generations) <= 50
 
 
+def test_of_texts_that_nobody_looked_for_only_those_are_indexed_that_are_kept(monkeypatch):
+    """Free drafters that slept through many requests wake to the last of their texts, not to all of them."""
+    extended, extend = [], SuffixAutomaton.extend
+    monkeypatch.setattr(SuffixAutomaton, "extend", lambda self, token: extended.append(token) or extend(self, token))
+    pool, texts = SuffixPool(window=50), [[100 + 20 * i + j for j in range(20)] for i in range(200)]
+    for text in texts:
+        pool.add(text)
+    drafter = EarlierTexts(pool)
+    drafter.take(texts[-1][:4])
+    assert [token for token, _ in drafter.candidates()] == texts[-1][4:]
+    assert 50 < sum(each.size for each in pool.generations) <= len(extended) <= 2 * 50 + 21
+
+
 def test_an_interrupt_while_a_text_is_taken_in_drops_the_texts_and_no_more(monkeypatch):
     pool = SuffixPool(window=50)
     for text in ([1, 2, 3, 1, 2, 4], [5, 6, 7]):

@@ -163,8 +163,8 @@ class Costs:
 
     def usual(self, seconds: float) -> float:
         """What something that took so long just now takes when the device is as fast as usual: only that can be
-        compared with what is said here."""
-        return seconds / self._tempo.slowness
+        compared with what is said here. Of a clock that was put back meanwhile it is nothing."""
+        return max(0.0, seconds) / self._tempo.slowness
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
         """Seconds of a step of each width from 0 to 64: between measured widths a straight line, beyond them as much

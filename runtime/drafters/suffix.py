@@ -176,6 +176,8 @@ class SuffixPool:
         """Take a finished text in, or the end of one that is longer than the window. It is indexed when it is first
         looked for: an answer that is finished need not wait."""
         self._waiting.append((*tokens[-self._window + 1 :], _END))
+        while sum(map(len, self._waiting[1:])) >= 2 * self._window:  # of what came before these nothing would be kept
+            del self._waiting[0]
 
     @property
     def generations(self) -> list[SuffixAutomaton]:
