@@ -74,10 +74,10 @@ def token_bytes(vocabulary: Vocabulary) -> dict[bytes | str, int]:
     for token, i in sorted(vocabulary.ids.items(), key=lambda item: (not _BYTE.fullmatch(item[0]), item[1])):
         if token in special:
             found[token] = i
-        elif token in vocabulary.added:
-            found[token.encode()] = i
         elif (what := decode(token)) is not None:
             found[what] = i
+        elif token in vocabulary.added:  # not spelt in bytes, and shown as it stands
+            found[token.encode()] = i
     return found
 
 
