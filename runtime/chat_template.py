@@ -6,6 +6,7 @@ reach nothing else of the process; how long it runs is its own affair, so a bund
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping
@@ -73,12 +74,14 @@ class ChatTemplate:
         what the template says of messages that it does not take."""
         self.check(chat.variables)
         tools = chat.variables.get("tools") is not None and WITH_TOOLS in self._templates
+        template = self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE]
         known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
         try:
-            return self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE].render(
-                {**known, "messages": [_message(each) for each in chat.messages]}
-            )
+            return template.render({**known, "messages": [_message(each) for each in chat.messages]})
         except Exception as error:  # a template does what it likes
+            # DeepSeek R1's, for one, knows a call of tools by a content of None
+            with contextlib.suppress(Exception):
+                return template.render({**known, "messages": chat.messages})
             raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
 
 

@@ -154,6 +154,16 @@ def test_a_prompt_is_the_text_that_transformers_makes(
             assert found == expected
 
 
+def test_a_template_that_waits_for_none_is_given_it() -> None:
+    """DeepSeek R1's, which transformers does not make a prompt with."""
+    template = (
+        "{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}"
+        "{{ '<call>' + m['tool_calls'][0]['function']['name'] }}"
+        "{%- else %}{{ '<' + m['role'] + '>' + m['content'] }}{%- endif %}{%- endfor %}"
+    )
+    assert ChatTemplate({"default": template}, {}).render(Chat(CALLS)).endswith("<call>add<tool>3")
+
+
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
     strict = ChatTemplate({"default": STRICT}, TOKENS)
     with pytest.raises(UsageError, match="does not take these messages: roles must alternate, not user twice"):
