@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError, ExportError
 from leadout.export.checkpoints.pairing import Vocabulary
-from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, token_bytes
+from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, require_coverage, token_bytes
 from leadout.runtime import settings
 from leadout.runtime.controller.costs import Costs
 from leadout.runtime.controller.policy import Pace
@@ -429,6 +429,12 @@ def test_added_tokens_are_the_text_that_they_are_shown_as() -> None:
     draft.add_tokens(["  "])
     matched = match_bytes(vocabulary_of(target), vocabulary_of(draft))
     assert matched.outputs[draft.token_to_id("  ")] == target.token_to_id("\u2581\u2581")
+
+
+def test_a_share_that_is_too_small_is_not_said_to_be_enough() -> None:
+    logits = np.log(np.array([[0.797, 0.203]], np.float32))
+    with pytest.raises(ExportError, match="has with 79% of its probability, needed are 80%"):
+        require_coverage("it", logits, np.array([0]))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

@@ -58,7 +58,7 @@ def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> 
     mass = kept_mass(logits, columns)
     if mass < LEAST:
         raise ExportError(
-            f"draft '{source}' writes tokens that the target has with {mass:.0%} of its probability, needed"
+            f"draft '{source}' writes tokens that the target has with {int(100 * mass)}% of its probability, needed"
             f" are {LEAST:.0%}; choose a draft whose tokenizer is closer to the target's"
         )
     return mass
