@@ -6,6 +6,7 @@ reach nothing else of the process; how long it runs is its own affair, so a bund
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from .prompts import Chat
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 WITH_TOOLS = "tool_use"  # where a checkpoint brings several templates
 ALWAYS = ("add_generation_prompt", "documents", "tools")  # what may be given to any template, as transformers does
+REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message may call it, the first that is there counts
 
 
 class ChatTemplate:
@@ -71,14 +73,24 @@ class ChatTemplate:
         """The prompt as text, special tokens written out. Raises UsageError for a variable that is not read, and with
         what the template says of messages that it does not take."""
         self.check(chat.variables)
-        tools = bool(chat.variables.get("tools")) and WITH_TOOLS in self._templates
+        tools = chat.variables.get("tools") is not None and WITH_TOOLS in self._templates
+        template = self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE]
         known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._tokens, **chat.variables}
         try:
-            return self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE].render(
-                {**known, "messages": chat.messages}
-            )
+            return template.render({**known, "messages": [_message(each) for each in chat.messages]})
         except Exception as error:  # a template does what it likes
+            # DeepSeek R1's, for one, knows a call of tools by a content of None
+            with contextlib.suppress(Exception):
+                return template.render({**known, "messages": chat.messages})
             raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it to a template: without what is None (the content of a call of tools, as
+    servers give it), and with its reasoning by the names that templates have for it."""
+    said = {name: value for name, value in given.items() if value is not None}
+    reasoning = next((said[name] for name in REASONING if name in said), None)
+    return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 class _Generation(Extension):

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import leadout
 from leadout.bundle import file_entry
@@ -78,7 +80,18 @@ Today is {{ date }}.
 {%- else %} {{ m.content }}{% endfor %}
 {%- endfor %}
 """
-TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "strict": STRICT, "tools": TOOLS}
+TRIMMED = """\
+{%- for m in messages %}
+{{ m.role }}:{{ m['content'] | trim }}
+    {%- if m.content is none %}(none){% endif %}
+    {%- if m.content is not defined %}(no content){% endif %}
+    {%- if 'tool_calls' in m and m.tool_calls %} calls {{ m.tool_calls[0].function.name }}{% endif %}
+    {%- if m.thinking %} thinks {{ m.thinking }}{% endif %}
+    {%- if m.reasoning_content is string %} reasons {{ m.reasoning_content }}{% endif %}
+    {%- for key, value in m.items() %}[{{ key }}]{% endfor %}
+{%- endfor %}
+"""
+TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "strict": STRICT, "tools": TOOLS, "trimmed": TRIMMED}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 HELLO = [{"role": "user", "content": "Hello <b>&amp; 'été' \U0001f6b2"}]
@@ -97,6 +110,18 @@ CALLS = [
     },
     {"role": "tool", "name": "add", "content": "3"},
 ]
+ABSENT = [
+    {"role": "system", "content": None},
+    *CALLS,
+    {"role": "assistant", "content": "3", "tool_calls": None, "reasoning": None, "name": None},
+]
+REASONS = [
+    *HELLO,
+    {"role": "assistant", "content": "a", "reasoning_content": "of servers"},
+    {"role": "assistant", "content": "b", "thinking": "of gpt-oss"},
+    {"role": "assistant", "content": "c", "reasoning": "of others", "reasoning_content": None},
+    {"role": "assistant", "content": "d", "reasoning": "r", "reasoning_content": "", "thinking": "t"},
+]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "in"}, {"type": "text", "text": " parts"}]}]
 ADD = {"type": "function", "function": {"name": "add", "description": "a < b & 'c'", "parameters": {"é": 1.5}}}
 
@@ -104,24 +129,39 @@ ADD = {"type": "function", "function": {"name": "add", "description": "a < b & '
 @pytest.mark.parametrize(
     "variables", [{}, {"tools": [ADD], "documents": [{"title": "a", "text": "b"}]}], ids=["", "more"]
 )
-@pytest.mark.parametrize("messages", [HELLO, TURNS, CALLS, PARTS], ids=["hello", "turns", "calls", "parts"])
+@pytest.mark.parametrize(
+    "messages",
+    [HELLO, TURNS, CALLS, ABSENT, REASONS, PARTS],
+    ids=["hello", "turns", "calls", "absent", "reasons", "parts"],
+)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_is_the_text_that_transformers_makes(
     name: str, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers import PreTrainedTokenizerFast
 
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({})), **TOKENS)
     own = {"chatml": {"enable_thinking": False}, "tools": {"date_string": "1 May 2026"}}.get(name, {})
     for more in ({}, {"add_generation_prompt": False}, own):
         known = {"add_generation_prompt": True, **variables, **more}
         try:
-            expected = render_jinja_template([messages], chat_template=TEMPLATES[name], **known, **TOKENS)[0][0]
+            expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], tokenize=False, **known)
         except Exception as error:
             with pytest.raises(UsageError, match=re.escape(str(error))):
                 ChatTemplate({"default": TEMPLATES[name]}, TOKENS).render(Chat(messages, **variables, **more))
         else:
             found = ChatTemplate({"default": TEMPLATES[name]}, TOKENS).render(Chat(messages, **variables, **more))
             assert found == expected
+
+
+def test_a_template_that_waits_for_none_is_given_it() -> None:
+    """DeepSeek R1's, which transformers does not make a prompt with."""
+    template = (
+        "{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}"
+        "{{ '<call>' + m['tool_calls'][0]['function']['name'] }}"
+        "{%- else %}{{ '<' + m['role'] + '>' + m['content'] }}{%- endif %}{%- endfor %}"
+    )
+    assert ChatTemplate({"default": template}, {}).render(Chat(CALLS)).endswith("<call>add<tool>3")
 
 
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
@@ -292,7 +332,8 @@ def test_old_checkpoints_keep_templates_in_their_settings(tiny_bundle: Path, tmp
     both = with_files(
         tiny_bundle, tmp_path / "three", tokenizer_config_json={"chat_template": "one"}, chat_template_jinja="file"
     )
-    for place, tools, text in ((one, None, "one"), (two, None, "two"), (two, [ADD], "with 1"), (both, [ADD], "file")):
+    cases = ((one, None, "one"), (two, None, "two"), (two, [ADD], "with 1"), (two, [], "with 0"), (both, [ADD], "file"))
+    for place, tools, text in cases:
         with load(place, threads=1) as pair:
             assert pair.chat_template.render(Chat(HELLO, tools=tools)) == text
 

@@ -164,3 +164,21 @@ def test_an_export_tells_it(
     monkeypatch.setattr(build, "export_pair", lambda _target, _draft, out, **_: shutil.copytree(tiny_bundle, out))
     result = CliRunner().invoke(main, ["export", str(source), "-o", str(tmp_path / "out")])
     assert result.exit_code == 0 and "makes another prompt: bundle '" in result.stderr, result.output
+
+
+@pytest.mark.parametrize(
+    ("there", "message"),
+    [
+        ((), r"has no tokenizer\.json; put that of its tokenizer into its directory$"),
+        (("tokenizer.model",), r"; pip install sentencepiece tiktoken, then make one of its tokenizer\.model with .*"),
+        (("vocab.json", "merges.txt"), r"; make one of its vocab\.json with transformers\.AutoTokenizer\..*"),
+        (("tekken.json", "vocab.json"), r"; make one of its tekken\.json with .*, and copy it beside that$"),
+    ],
+)
+def test_who_has_a_tokenizer_in_another_form_is_told_what_to_do(
+    there: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    for name in ("config.json", *there):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ExportError, match=message):
+        save_texts(str(tmp_path), tmp_path, None)

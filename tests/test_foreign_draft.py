@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from support_runtime import collect
 from test_mutants import Mutant, must_die
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from leadout.engines.toy import ToyEngine, table_law
 from leadout.errors import EngineError, ExportError
 from leadout.export.checkpoints.pairing import Vocabulary
-from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, token_bytes
+from leadout.export.drafts.other_tokenizer import is_foreign, match_bytes, require_coverage, token_bytes
 from leadout.runtime import settings
 from leadout.runtime.controller.costs import Costs
 from leadout.runtime.controller.policy import Pace
@@ -412,6 +412,29 @@ def test_tokens_are_the_same_if_their_bytes_are(draft_tokenizers: dict[str, Toke
     assert not is_foreign(vocabulary_of(target), vocabulary_of(byte_level(420)))
     with pytest.raises(ExportError, match="neither byte-level nor SentencePiece"):
         token_bytes(vocabulary_of(Tokenizer(models.WordPiece())))
+
+
+def test_added_tokens_are_the_text_that_they_are_shown_as() -> None:
+    """Gemma's runs of spaces are added tokens, in its marker; those of byte-level tokenizers may be spaces."""
+    user = "<\uff5cUser\uff5c>"
+    runs = {"\u2581\u2581": b"  ", "<tool>": b"<tool>"}, {"  ": b"  ", user: user.encode()}
+    for tokenizer, added in zip((sentence_piece(400), byte_level(330)), runs, strict=True):
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+        found = token_bytes(vocabulary_of(tokenizer))
+        for token, what in added.items():
+            i = tokenizer.token_to_id(token)
+            assert found[what] == i and tokenizer.decode([i]).encode() == what
+    target, draft = sentence_piece(400), byte_level(330)
+    target.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
+    draft.add_tokens(["  "])
+    matched = match_bytes(vocabulary_of(target), vocabulary_of(draft))
+    assert matched.outputs[draft.token_to_id("  ")] == target.token_to_id("\u2581\u2581")
+
+
+def test_a_share_that_is_too_small_is_not_said_to_be_enough() -> None:
+    logits = np.log(np.array([[0.797, 0.203]], np.float32))
+    with pytest.raises(ExportError, match="has with 79% of its probability, needed are 80%"):
+        require_coverage("it", logits, np.array([0]))
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:

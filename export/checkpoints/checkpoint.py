@@ -37,6 +37,8 @@ OUTPUTS = {
     "output_router_logits": False,
 }
 ADAPTER = "adapter_config.json"
+# A tokenizer's other forms: what transformers makes tokenizer.json of.
+TOKENIZERS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
 PROBE = "def f(x):\n\treturn  x + 1.5e3  # it's 'été'\r\n\n   \u6f22\u5b57 \U0001f6b2 <b>&amp;</b> 2026 "
 
@@ -182,10 +184,7 @@ def save_texts(source: str, folder: Path, theirs: Any) -> None:
             except PermissionError as error:
                 raise ExportError(f"'{path}' cannot be read: {error.strerror}") from None
         elif name == "tokenizer.json":
-            raise ExportError(
-                f"'{source}' has no tokenizer.json; make one with"
-                " transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
+            raise ExportError(f"'{source}' has no tokenizer.json; {_how_to_make_one(source)}")
 
     if (known := getattr(theirs, "chat_template", None)) is not None:
         templates = known if isinstance(known, dict) else {}
@@ -193,6 +192,16 @@ def save_texts(source: str, folder: Path, theirs: Any) -> None:
     elif theirs is None:
         find_file(source, MAP)  # which is where the others are, then
         keep_conversations(folder, *in_files(root))
+
+
+def _how_to_make_one(source: str) -> str:
+    """What to do where a checkpoint has a tokenizer in another form than ``tokenizer.json``, or none."""
+    found = next((name for name in TOKENIZERS if find_file(source, name) is not None), None)
+    if found is None:
+        return "put that of its tokenizer into its directory"
+    first = "pip install sentencepiece tiktoken, then make" if found.endswith(".model") else "make"
+    saved = f"transformers.AutoTokenizer.from_pretrained({source!r}).save_pretrained(DIR)"
+    return f"{first} one of its {found} with {saved}, and copy it beside that"
 
 
 def other_reading(theirs: Any, own: Vocabulary) -> str | None:

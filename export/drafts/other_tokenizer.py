@@ -58,7 +58,7 @@ def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> 
     mass = kept_mass(logits, columns)
     if mass < LEAST:
         raise ExportError(
-            f"draft '{source}' writes tokens that the target has with {mass:.0%} of its probability, needed"
+            f"draft '{source}' writes tokens that the target has with {int(100 * mass)}% of its probability, needed"
             f" are {LEAST:.0%}; choose a draft whose tokenizer is closer to the target's"
         )
     return mass
@@ -74,10 +74,10 @@ def token_bytes(vocabulary: Vocabulary) -> dict[bytes | str, int]:
     for token, i in sorted(vocabulary.ids.items(), key=lambda item: (not _BYTE.fullmatch(item[0]), item[1])):
         if token in special:
             found[token] = i
-        elif token in vocabulary.added:
-            found[token.encode()] = i
         elif (what := decode(token)) is not None:
             found[what] = i
+        elif token in vocabulary.added:  # not spelt in bytes, and shown as it stands
+            found[token.encode()] = i
     return found
 
 
