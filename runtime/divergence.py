@@ -85,29 +85,25 @@ def _margin(
 ) -> float:
     """Between two tokens that were chosen after ``written``. (So none is struck out: neither can be one of these.)"""
 
-    def chain(**changed: float) -> Chain:
-        made = Chain(dataclasses.replace(settings, **changed), logits.size, prompt, ())
+    def chain(of: Settings) -> Chain:
+        made = Chain(of, logits.size, prompt, ())
         made.extend(written)
         return made
 
     if settings.acceptance_rule != "coupled":
-        weights = chain().weights(logits)
+        weights = chain(settings).weights(logits)
         with np.errstate(divide="ignore"):
             return abs(float(np.log(weights[either[0]]) - np.log(weights[either[1]])))
     if settings.seed is None:
         raise UsageError("answers by rule 'coupled' can only be compared with the seed they were drawn with")
-    noisy = Sampler("coupled", chain(), Noise(settings.seed)).noisy(logits, (), len(prompt) + len(written))
+    noisy = Sampler("coupled", chain(settings), Noise(settings.seed)).noisy(logits, (), len(prompt) + len(written))
     left_out = [token for token in either if noisy[token] == -math.inf]
     if not left_out:
         return abs(float(noisy[either[0]] - noisy[either[1]]))
-    whole, by_rank, in_nucleus = (
-        chain(**cuts).scores(logits)
-        for cuts in (
-            {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
-            {"top_p": 1.0, "min_p": 0.0},
-            {"min_p": 0.0},
-        )
-    )
+    nucleus = dataclasses.replace(settings, min_p=0.0)
+    rank = dataclasses.replace(nucleus, top_p=1.0)
+    none = dataclasses.replace(rank, top_k=0)
+    whole, by_rank, in_nucleus = (chain(of).scores(logits) for of in (none, rank, nucleus))
     return max(_missed_by(token, settings, whole, by_rank, in_nucleus) for token in left_out)
 
 
