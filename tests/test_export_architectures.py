@@ -340,6 +340,21 @@ def test_tokens_are_dropped_nowhere_within_the_context(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_layers_that_let_through_what_stands_out(tmp_path: Path) -> None:
+    """Gemma 3n's first ones, as published: torch's exporter does not take how they find their threshold."""
+    sparse = {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0], "intermediate_size": [128] * 4}
+    shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "sliding_window": 8}
+    tables = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "laurel_rank": 16}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    checkpoint = spread("gemma3n", transformers.Gemma3nTextConfig(**GROUPED | sparse | shared | tables | kinds))
+    with pytest.raises(ExportError, match="Gemma3nForCausalLM: no head can read it: its layers pass on 4 streams"):
+        compute_truth(checkpoint, reading_head())
+    entry = build(checkpoint, tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert "grouped" in entry.variants
+
+
 def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_path: Path) -> None:
     local = tiny("gpt_neo", attention_types=[[["global", "local"], 1]], window_size=256)
     with pytest.raises(ExportError, match=r"GPTNeoForCausalLM, capture: its attention depends on the cache's capacity"):
