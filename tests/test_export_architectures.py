@@ -90,6 +90,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         GROUPED | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         {"gqa", "nonpad"},
     ),
+    "phimoe_longrope": (  # which asks for a scale by the length of the text, too
+        "PhimoeConfig",
+        GROUPED
+        | {"num_local_experts": 4, "rope_parameters": LONGROPE | {"short_mscale": 1.25, "long_mscale": 1.5}}
+        | {"original_max_position_embeddings": 64},
+        {"gqa", "nonpad"},
+    ),
     "smollm3": ("SmolLM3Config", GROUPED | {"no_rope_layers": [1, 0]}, {"gqa", "nonpad"}),
     "gpt2": (
         "GPT2Config",
@@ -197,7 +204,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
 SCALED |= {"olmo2": 3, "mixtral": 3, "falcon_7b": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
 SCALED |= {"lfm2": 13, "lfm2_moe": 5, "qwen3_5": 13, "qwen3_next": 5, "olmo_hybrid": 11, "granite_4_h": 8, "bamba": 8}
-SCALED |= {"nemotron_h": 5, "zamba2": 9}
+SCALED |= {"nemotron_h": 5, "zamba2": 9, "phimoe_longrope": 3}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 
