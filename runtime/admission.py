@@ -21,7 +21,10 @@ from .samples import MAX_ANSWERS, Sample
 from .sequence import Row, Sequence, StopMatcher
 from .settings import MODEL_DRAFTS, Settings
 
-NO_TREES = "only bundles of leadout export on provider cpu or cuda have (one from before they could: export it again)"
+NO_TREES = (
+    "bundles of leadout export on provider cpu or cuda have one, but where layers are recurrent or attention is MLA or"
+    " ALiBi (of one from before there were any: export it again)"
+)
 
 
 def check_request(prompt: Items[int], settings: Settings, engines: Mapping[str, Engine], *, trees: bool) -> None:

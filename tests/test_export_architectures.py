@@ -90,6 +90,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         GROUPED | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         {"gqa", "nonpad"},
     ),
+    "phimoe_longrope": (  # which asks for a scale by the length of the text, too
+        "PhimoeConfig",
+        GROUPED
+        | {"num_local_experts": 4, "rope_parameters": LONGROPE | {"short_mscale": 1.25, "long_mscale": 1.5}}
+        | {"original_max_position_embeddings": 64},
+        {"gqa", "nonpad"},
+    ),
     "smollm3": ("SmolLM3Config", GROUPED | {"no_rope_layers": [1, 0]}, {"gqa", "nonpad"}),
     "gpt2": (
         "GPT2Config",
@@ -197,7 +204,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
 SCALED |= {"olmo2": 3, "mixtral": 3, "falcon_7b": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
 SCALED |= {"lfm2": 13, "lfm2_moe": 5, "qwen3_5": 13, "qwen3_next": 5, "olmo_hybrid": 11, "granite_4_h": 8, "bamba": 8}
-SCALED |= {"nemotron_h": 5, "zamba2": 9}
+SCALED |= {"nemotron_h": 5, "zamba2": 9, "phimoe_longrope": 3}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 
 
@@ -338,6 +345,21 @@ def test_tokens_are_dropped_nowhere_within_the_context(tmp_path: Path) -> None:
         wanted = model(torch.from_numpy(tokens), use_cache=False).logits[0].numpy()
     found = stepped(open_engine(Model(tmp_path / "target", entry)), tokens, 8)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_layers_that_let_through_what_stands_out(tmp_path: Path) -> None:
+    """Gemma 3n's first ones, as published: torch's exporter does not take how they find their threshold."""
+    sparse = {"activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0], "intermediate_size": [128] * 4}
+    shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "sliding_window": 8}
+    tables = {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "laurel_rank": 16}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    checkpoint = spread("gemma3n", transformers.Gemma3nTextConfig(**GROUPED | sparse | shared | tables | kinds))
+    with pytest.raises(ExportError, match="Gemma3nForCausalLM: no head can read it: its layers pass on 4 streams"):
+        compute_truth(checkpoint, reading_head())
+    entry = build(checkpoint, tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert "grouped" in entry.variants
 
 
 def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_path: Path) -> None:

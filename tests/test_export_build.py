@@ -108,6 +108,10 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
     [
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration.*decoder"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel.*no causal language model"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            r"mistral3.*wraps a language model \(ministral3\) in more than text; save that as a checkpoint",
+        ),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
         ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),

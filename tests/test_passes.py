@@ -99,6 +99,13 @@ def test_windows_are_read_from_what_the_mask_computes() -> None:
     assert windows == [8, None]
 
 
+@pytest.mark.parametrize("width", [1 << 17, 300_000])
+def test_a_window_too_wide_to_be_recognised_is_not_taken_for_none(width: int) -> None:
+    """It shows in texts longer than that alone: the layer keeps its mask."""
+    model = lowered(Shape(windows=(width, None)), to_gqa)
+    assert [n.op_type for n in model.graph if "Attention" in n.op_type] == ["Attention", "GroupQueryAttention"]
+
+
 def test_nonpad_keeps_the_mask_of_a_window() -> None:
     model = lowered(SHAPES["window"])
     assert to_nonpad(model) == 1

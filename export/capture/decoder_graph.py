@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -313,7 +314,10 @@ def _pin_rope(model: PreTrainedModel) -> None:
     """Longrope picks its factors by the longest row of a batch; keep the short ones, which the context is cut to."""
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"
+            module.rope_type, rope = "default", module.config.rope_parameters
+            if (scale := rope.get("short_mscale")) is not None:  # PhiMoE asks its configuration for a scale as well
+                module.config = copy.deepcopy(module.config)
+                module.config.rope_parameters = rope | {"rope_type": "default", "attention_factor": float(scale)}
 
 
 @contextlib.contextmanager

@@ -52,6 +52,9 @@ def lowered(*models: nn.Module) -> Iterator[None]:
             if type(module).__name__.endswith("RMSNorm") and (norm := rms_norm(module)):
                 module.forward = norm
                 undo.callback(delattr, module, "forward")
+            if (cut := gaussian_cut(module)) is not None:
+                module._gaussian_topk = cut
+                undo.callback(delattr, module, "_gaussian_topk")
             if (gate := gate_of(module)) is not None:
                 module.forward = by_pairs(module, gate)
                 undo.callback(delattr, module, "forward")
@@ -98,6 +101,23 @@ def rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return None
     attributes = {"axis": -1, "epsilon": eps, "stash_type": 1}
     return lambda x: symbolic("RMSNormalization", (x, scale), attributes, like=x, version=23)
+
+
+def gaussian_cut(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Of Gemma 3n's sparse layers, what keeps [..., N] activations that stand out: their threshold is a quantile of the
+    normal distribution, which torch's exporter does not take, and of a share that is known it is a number. None of
+    other modules."""
+    share, theirs = getattr(module, "activation_sparsity", None), getattr(module, "_gaussian_topk", None)
+    if theirs is None or not share:
+        return None
+    deviations = float(torch.distributions.Normal(0, 1).icdf(torch.tensor(share)))
+
+    def cut(inputs: Tensor) -> Tensor:
+        spread = inputs.std(dim=-1, keepdim=True, unbiased=False)
+        return nn.functional.relu(inputs - (inputs.mean(dim=-1, keepdim=True) + spread * deviations))
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    return cut if torch.allclose(cut(x), theirs(x), atol=1e-5) else None
 
 
 def is_half_split(rotate: Rotary, *, whole: bool = True) -> bool:

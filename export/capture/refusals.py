@@ -50,6 +50,9 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; Leadout runs decoders"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        inner = config.get_text_config().model_type
+        if inner in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return f"it wraps a language model ({inner}) in more than text; save that as a checkpoint, and export it"
         return "transformers has no causal language model for it"
     if _is_encoder(config):
         return "it is an encoder (is_decoder in its config.json is not true); Leadout runs decoders"

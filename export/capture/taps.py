@@ -67,13 +67,17 @@ def blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextlib.contextmanager
 def tapped(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[list[Tensor]]:
-    """When a step of ``model`` has run inside, the list holds its streams [B, S, H] at ``taps``, in that order."""
+    """When a step of ``model`` has run inside, the list holds its streams [B, S, H] at ``taps``, in that order. Raises
+    ExportError, in that step, where layers pass on several side by side (Gemma 3n)."""
     layers = [*blocks(model), model.get_decoder()] if taps else []
     streams = [torch.empty(0)] * len(taps)
 
     def keep(place: int) -> Any:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
-            streams[place] = out if isinstance(out, Tensor) else out[0]
+            streams[place] = stream = out if isinstance(out, Tensor) else out[0]
+            if stream.dim() != 3:
+                several = f"its layers pass on {len(stream)} streams side by side"
+                raise ExportError(f"{type(model).__name__}: no head can read it: {several}")
 
         return hook
 

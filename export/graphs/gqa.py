@@ -13,7 +13,8 @@ from .pieces import Array
 from .rewrite import CONTRIB, constant, dims, evaluate, made_by, node, sources, swap, sweep
 from .sinks import SCORES, Sink, sink_of
 
-_PROBED_SLOTS = 1 << 17  # a window as wide as this cannot be told from none
+_PROBED_SLOTS = 1 << 17  # windows narrower than this are recognised
+_FARTHEST = 1 << 21  # a window as wide as this cannot be told from none
 _MULTIPLE = 8  # GroupQueryAttention takes heads, and tables of angles, of such widths only
 
 
@@ -163,20 +164,23 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
         return False, None
     if not sources([mask], shapes=False).isdisjoint(str(v.name) for v in caches):
         return False, None  # doge: which slots are seen follows from the values in them
-    slot, empty = np.arange(_PROBED_SLOTS), {}
-    for v in caches:  # read for their number of slots only, so caches without rows will do
-        _, heads, _, width = dims(v)
-        empty[str(v.name)] = np.zeros((0, heads, _PROBED_SLOTS, width), v.dtype.numpy())
+    slot = np.arange(_PROBED_SLOTS)
 
-    def seen(queries: list[int]) -> Array:
+    def seen(queries: list[int], slots: int = _PROBED_SLOTS) -> Array:
         feeds = {
             "position_ids": np.array([queries], np.int64),
             "past_lens": np.array([queries[0]], np.int64),
             "input_ids": np.zeros((1, len(queries)), np.int64),
         }
-        return np.asarray(evaluate(model, [mask], feeds | empty)[0][0, 0])
+        for v in caches:  # read for their number of slots only, so caches without rows will do
+            _, heads, _, width = dims(v)
+            feeds[str(v.name)] = np.zeros((0, heads, slots, width), v.dtype.numpy())
+        return np.asarray(evaluate(model, [mask], feeds)[0][0, 0])
 
-    width = int(seen([_PROBED_SLOTS - 1])[0].sum())
+    width = int(seen([_FARTHEST - 1], _FARTHEST)[0].sum())
+    if _PROBED_SLOTS <= width < _FARTHEST:
+        return False, None
+    width = min(width, _PROBED_SLOTS)
     queries = sorted({0, 1, width // 2, width - 1, width, width + 1, _PROBED_SLOTS // 2} & set(range(_PROBED_SLOTS)))
     wanted = [(slot <= q) & (slot > q - width) for q in queries]
     if not np.array_equal(seen(queries), wanted):
