@@ -131,7 +131,7 @@ def test_lengths_are_swept_for_each_kind(root: Path, tiny_bundle: Path, tmp_path
                 result["tokens_per_second"][length] for length in ("1", "3")
             )
     path.write_text('{"prompt": "x"}', encoding="utf-8")
-    assert "without 'kind'" in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr
+    assert 'expected {"kind"' in subprocess.run([*command, "--by-kind"], capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize("exact", [True, False])

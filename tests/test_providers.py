@@ -163,6 +163,13 @@ def test_check_holds_a_built_engine_to_account(built_bundle: Path, on_the_host: 
     assert json.loads(record.read_text())["passed"] is True
 
 
+class Opened:
+    """A session, as far as it is asked."""
+
+    def __init__(self, providers: list[str]) -> None:
+        self.get_providers = lambda: providers
+
+
 class Sessions:
     """As much of onnxruntime as opening a session takes; ``given`` is what the session was asked to run on."""
 
@@ -183,7 +190,7 @@ class Sessions:
     def InferenceSession(self, path: str, options: Any, providers: list[Any], enable_fallback: int) -> Any:
         self.given = providers
         assert not enable_fallback
-        return SimpleNamespace(get_providers=lambda: self.started)
+        return Opened(self.started)
 
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
