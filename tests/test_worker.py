@@ -40,14 +40,15 @@ def test_an_interrupt_waits_for_what_is_being_done() -> None:
 
     def work() -> None:
         done.append(False)
-        time.sleep(0.001)
+        time.sleep(0.02)
         done[-1] = True
 
     worker.do(work)
     for _ in interrupts(lambda: worker.do(work), ("worker.py",)):
-        count += 1
-        assert is_done(lambda: worker.do(lambda: None))
+        time.sleep(0.005)  # what was begun and not waited for is at work now
         assert all(done)
+        assert is_done(lambda: worker.do(lambda: None))
+        count += 1
     assert count > 3
 
 
