@@ -36,8 +36,8 @@ class Step:
     holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is, and
     ``thread`` where it is taken: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is
     recorded when it is first run there (``recorders``: threads and not their numbers, which are given anew). Another
-    step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime
-    copies them over when they are bound.
+    step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies them over when
+    they are bound.
     """
 
     session: Any

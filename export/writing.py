@@ -15,12 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 from ..bundle import FORMAT, MANIFEST, Manifest, ModelEntry, check_manifest, dump, file_entry
+from ..engines import locks
 from ..errors import BundleError, ExportError
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
 
 _TRIES = 100  # to take a place that others want
 # What decoding needs of a model's directory besides weights.
@@ -146,19 +142,13 @@ def _is_alive(process: int) -> bool:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a directory, which nobody keeps beyond the end of a process. Gives whether it was to be had:
-    where another has it, and on systems without locks, it is not."""
-    if fcntl is None:
+    """Hold the lock of a directory. Gives whether it was to be had."""
+    if not locks.AVAILABLE:
         yield False
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        had = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            had = False
-        yield had
+        yield locks.lock(handle, wait=False)
     finally:
         os.close(handle)
 

@@ -19,15 +19,11 @@ from importlib import metadata
 from pathlib import Path
 
 from ...bundle import MANIFEST, Bundle, parse, read_json, read_manifest
+from ...engines.locks import lock
 from ...errors import BundleError, shown, typed
 from ..ranges import integer
 from ..settings import MAX_GUESS_LENGTH
 from .costs import PARTS, Cost
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 2
 TUNED = "tuned.json"
@@ -137,12 +133,11 @@ def write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Whoever asks for the same file, in this process or another, waits; where nothing can be locked (a network's
-    disk, say), only this process's threads do."""
+    """Whoever asks for the same file, in this process or another, waits; where nothing can be locked, only this
+    process's threads do."""
     with _WRITING, contextlib.ExitStack() as opened:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(opened.enter_context(path.open("rb")), fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            lock(opened.enter_context(path.open("rb")).fileno(), wait=True)
         yield
 
 
