@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support_captures import folder_of, shared
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +100,8 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_pair: tuple[Path,
     """The tiny pair, exported once in fp32. Read-only: copy it to change it."""
     from leadout.export.build import export_pair
 
-    return export_pair(*tiny_pair, tmp_path_factory.mktemp("bundles") / "tiny", draft_precision="fp32")
+    with shared(folder_of(tmp_path_factory.getbasetemp())):
+        return export_pair(*tiny_pair, tmp_path_factory.mktemp("bundles") / "tiny", draft_precision="fp32")
 
 
 @pytest.fixture(scope="session")
@@ -111,10 +111,11 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def bundle(precision: str) -> Path:
         if precision not in made:
-            from leadout.export.build import export_pair
+            from leadout.export.build import export_pair, silent
 
             pair = (ROOT / "models" / "target", ROOT / "models" / "draft")
-            made[precision] = export_pair(*pair, folder / precision, precision=precision, progress=lambda line: None)
+            with shared(folder_of(tmp_path_factory.getbasetemp())):
+                made[precision] = export_pair(*pair, folder / precision, precision=precision, progress=silent)
         return made[precision]
 
     return bundle
@@ -129,32 +130,6 @@ def held_out() -> list[str]:
 
 @pytest.fixture(scope="module")
 def captures_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Of models that are equal to the last weight one is captured: it takes most of an export's time. For tests of what
-    becomes of captures, not of capturing."""
-    import onnx_ir as ir
-
-    from leadout.export import canonical
-
-    folder, capture, made = tmp_path_factory.mktemp("captures"), canonical.capture, dict[str, Path]()
-
-    def once(model: Any, shapes: Any, recurrence: Any = None, reader: Any = None) -> Any:
-        key = said_of(model) + said_of(reader)
-        if key not in made:
-            made[key] = folder / f"{len(made)}.onnx"
-            ir.save(capture(model, shapes, recurrence, reader), made[key], external_data=f"{len(made)}.data")
-        return ir.load(made[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(canonical, "capture", once)
+    """For tests of what becomes of captures, not of capturing."""
+    with shared(folder_of(tmp_path_factory.getbasetemp())):
         yield
-
-
-def said_of(model: Any) -> str:
-    """A digest of a model's configuration and weights."""
-    if model is None:
-        return ""
-    weights = hashlib.sha256(f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}".encode())
-    for name, weight in model.state_dict().items():
-        weights.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        weights.update(weight.detach().float().numpy().tobytes())
-    return weights.hexdigest()

@@ -25,6 +25,8 @@ from leadout.runtime.pair import Pair
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.settings import DRAFTS, Settings
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 VOCAB = 16
 
 

@@ -44,6 +44,8 @@ from leadout.runtime import check
 from leadout.runtime.drafters.block_drafter import BlockDrafter
 from leadout.scripts.cli import main
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 VOCAB, SIZE, MASK = 512, 64, 509
 LAYER: dict[str, Any] = {
     "vocab_size": VOCAB,

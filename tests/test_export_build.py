@@ -594,6 +594,7 @@ def test_sampling_without_a_temperature_is_at_temperature_1():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captures_once")
 def test_a_draft_takes_the_fewest_bytes_that_keep_it_close(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     said: list[str] = []
     bundle = Bundle.read(export_pair(*tiny_pair, tmp_path / "tiny", progress=said.append))

@@ -36,6 +36,8 @@ from leadout.export.graphs import experts, quantize  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 from leadout.scripts.cli import main  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 DEEP = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEEP |= {"n_shared_experts": 1}
 # Configuration class -> its arguments, and in how many of two layers it has experts.

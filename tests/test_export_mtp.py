@@ -33,6 +33,8 @@ from leadout.export.drafts.mtp import has_own_layers, own_layers
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
 from leadout.scripts.cli import main
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 GREEDY: dict[str, Any] = {"draft": "model", "draft_length": 3, "max_new_tokens": 12, "ignore_eos": True}
 
 

@@ -32,6 +32,8 @@ from leadout.export.parity import check_graph  # noqa: E402
 from leadout.export.tensorrt.graph import lower  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 SINKING = ("gqa", "gqa_even", "grouped", "tree", "tree_gqa")
 ROW = np.arange(3, 51)[None] * 5 % 256
 

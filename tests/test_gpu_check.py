@@ -15,6 +15,8 @@ from leadout.errors import EngineError
 from leadout.scripts.gpu_check import GROWN, Report, Size, build, main
 from leadout.scripts.gpu_measure import cost_table, stale_slots, units_for
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 
 @pytest.mark.slow
 def test_a_dry_run_measures_everything_there_is(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from leadout.runtime import steps  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.drafters.model_drafter import ModelDrafter  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 # A delta rule in one layer and attention in the other are all that tells these bugs; the rest only takes time.
 SHORTER = {"qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}}
 

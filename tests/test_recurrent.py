@@ -30,6 +30,8 @@ from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.settings import Settings  # noqa: E402
 from leadout.scripts.cmd_inspect import describe  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 # A short convolution; the gated delta rule; a state space beside attention in one layer; a state space of its own.
 NAMES = ("lfm2", "qwen3_5", "falcon_h1", "granite_4_h")
 LONG = 300  # tokens: more than twice around every trail

@@ -1,0 +1,79 @@
+"""Capturing a model takes most of an export's time: what one test captured serves the others, and other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import pkgutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def shared(folder: Path) -> Iterator[None]:
+    """While it lasts, models that are equal to the last weight are captured once, and kept in ``folder``. Where a test
+    changed anything of the code that captures, it is asked anew."""
+    import onnx_ir as ir
+
+    from leadout.export import canonical
+
+    capture, healthy = canonical.capture, everything()
+    if getattr(capture, "shares", False):
+        yield
+        return
+
+    def once(model: Any, shapes: Any, recurrence: Any = None, reader: Any = None) -> Any:
+        now = everything()
+        if any(now.get(name) is not value for name, value in healthy.items()):
+            return capture(model, shapes, recurrence, reader)
+        place = folder / said_of(model, reader)
+        if not place.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            aside = Path(tempfile.mkdtemp(dir=folder))
+            ir.save(capture(model, shapes, recurrence, reader), aside / "capture.onnx", external_data="capture.data")
+            with contextlib.suppress(OSError):  # another process was sooner
+                aside.rename(place)
+        return ir.load(place / "capture.onnx")
+
+    once.shares = True  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canonical, "capture", once)
+        yield
+
+
+def folder_of(run: Path) -> Path:
+    """Where the processes of a run find each other's captures; ``run``: this one's folder for all its tests."""
+    return (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "captures"
+
+
+def everything() -> dict[str, Any]:
+    """What the modules that make a graph of a model consist of, by name."""
+    capture, drafts = (importlib.import_module(f"leadout.export.{package}") for package in ("capture", "drafts"))
+    names = [
+        module.name for each in (capture, drafts) for module in pkgutil.iter_modules(each.__path__, f"{each.__name__}.")
+    ]
+    found = {}
+    for module in (*names, "leadout.export.graphs.experts", "leadout.export.graphs.sinks"):
+        own = vars(importlib.import_module(module)).items()
+        for name, value in ((name, value) for name, value in own if not name.startswith("__")):
+            found[f"{module}.{name}"] = value
+            if isinstance(value, type) and value.__module__ == module:
+                found |= {f"{module}.{name}.{part}": each for part, each in vars(value).items()}
+    return found
+
+
+def said_of(*models: Any) -> str:
+    """A digest of models' configurations and weights."""
+    said = hashlib.sha256()
+    for model in filter(None, models):
+        said.update(f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}".encode())
+        for name, weight in model.state_dict().items():
+            said.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            said.update(weight.detach().float().numpy().tobytes())
+    return said.hexdigest()
