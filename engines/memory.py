@@ -58,7 +58,6 @@ class Buffer(Protocol):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    device: str
 
     @property
     def pointer(self) -> int: ...
@@ -80,8 +79,6 @@ class Buffer(Protocol):
 
 class HostBuffer:
     """A numpy array. Raises EngineError where there is no memory for one."""
-
-    device = "cpu"
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         try:

@@ -197,7 +197,7 @@ class Step:
                 self.binding.bind_ortvalue_input(f"past_key_values.{layer}", value)
                 self.binding.bind_ortvalue_output(f"present.{layer}", value)
             else:
-                place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+                place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
                 self.binding.bind_input(f"past_key_values.{layer}", *place)
                 self.binding.bind_output(f"present.{layer}", *place)
         for read, written, old, new in beside:

@@ -52,16 +52,15 @@ def match_bytes(target: Vocabulary, draft: Vocabulary) -> Match:
     return Match(outputs, None, target.logits, note, draft.path)
 
 
-def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> float:
-    """The share of the probability of the draft ``source``, by ``logits`` [..., V] in text of its own, that lies on
-    ``columns``. Raises ExportError below LEAST."""
+def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> None:
+    """Raise ExportError if less than LEAST of the probability of the draft ``source`` lies on ``columns``, the tokens
+    that its target has too; ``logits`` [..., V] are the draft's, in text that it wrote."""
     mass = kept_mass(logits, columns)
     if mass < LEAST:
         raise ExportError(
             f"draft '{source}' writes tokens that the target has with {int(100 * mass)}% of its probability, needed"
             f" are {LEAST:.0%}; choose a draft whose tokenizer is closer to the target's"
         )
-    return mass
 
 
 def token_bytes(vocabulary: Vocabulary) -> dict[bytes | str, int]:
