@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Model
-from ..errors import EngineError
+from ..errors import EngineError, first_line
 from .base import LogitArray, ModelSpec, Tokens
 from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
 from .foreign_graph import Port, Signature, ort_ports
-from .providers import first_line, onnxruntime, open_session
+from .providers import onnxruntime, open_session
 from .rounding import even_from, uneven
 
 BUCKET = 128

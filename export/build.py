@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..bundle import ModelEntry, file_entry
+from ..engines.golden import GOLDEN
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .capture.refusals import context_length, is_recurrent
@@ -46,7 +47,7 @@ from .graphs.tree import to_tree, to_tree_gqa
 from .parity import ImprecisionError, check_graph
 from .writing import aside, destination, write_manifest
 
-GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
+GRAPH, BLOB, SCRATCH = "model.onnx", "model.onnx.data", "scratch"
 FITTED = (8, 64)  # rows that the model writes, and tokens of each, for roundings to be fitted to
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa": to_gqa,

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine
 from ..engines.base import BLOCK, PADDING, FeatureEngine, TreeEngine
+from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
 
 ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
-TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
 LOOSE_DIVERGENCE, LOOSE_AGREEMENT, LOOSE_FEATURES = 1.0, 0.5, 1.0
 

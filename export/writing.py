@@ -14,13 +14,25 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ..bundle import FORMAT, MANIFEST, Manifest, ModelEntry, check_manifest, dump, file_entry
+from ..bundle import (
+    CHAT_TEMPLATE,
+    FORMAT,
+    GENERATION_CONFIG,
+    MANIFEST,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Manifest,
+    ModelEntry,
+    check_manifest,
+    dump,
+    file_entry,
+)
 from ..engines import locks
 from ..errors import BundleError, ExportError
 
 _TRIES = 100  # to take a place that others want
 # What decoding needs of a model's directory besides weights.
-TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
 
 
 def destination(out: str | Path) -> Path:

@@ -8,7 +8,6 @@ asks for another).
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
@@ -21,11 +20,12 @@ import numpy as np
 
 from ..engines import Engine, Logits, Tokens
 from ..engines.base import Sight
+from ..engines.providers import version_of
 from ..engines.wrapped import Wrapped
 from .controller.costs import Costs, Step
 from .controller.tempo import Tempo
-from .controller.tuned import processor
 from .decoder import Decoder
+from .device import processor
 from .divergence import first_divergence
 from .pair import Pair
 from .samples import Sample, check_sample
@@ -288,11 +288,7 @@ def surroundings() -> dict[str, Any]:
     """The hardware and the versions a measurement belongs to."""
     names = ("leadout", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
     versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {name: version for name in names if (version := version_of(name)) is not None}
     return {
         "hardware": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": versions,

@@ -17,11 +17,19 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..bundle import DEFAULT_TEMPLATE, Bundle, check_file, named_templates, read_json, special_tokens
-from ..errors import BundleError, UsageError
+from ..bundle import (
+    CHAT_TEMPLATE,
+    DEFAULT_TEMPLATE,
+    TOKENIZER_CONFIG,
+    Bundle,
+    check_file,
+    named_templates,
+    read_json,
+    special_tokens,
+)
+from ..errors import BundleError, UsageError, one_line
 from .prompts import Chat
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 WITH_TOOLS = "tool_use"  # where a checkpoint brings several templates
 ALWAYS = ("add_generation_prompt", "documents", "tools")  # what may be given to any template, as transformers does
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message may call it, the first that is there counts
@@ -39,26 +47,28 @@ class ChatTemplate:
             parsed = map(environment.parse, sources.values())
             self._read = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except TemplateError as error:
-            raise BundleError(f"the bundle's chat template is none: {_line(error)}") from None
+            raise BundleError(f"the bundle's chat template is none: {_reason(error)}") from None
 
     @classmethod
     def read(cls, bundle: Bundle) -> ChatTemplate:
         """The bundle's: ``chat_template.jinja``, or what ``tokenizer_config.json`` holds. Raises BundleError if there
         is none."""
         files = bundle.manifest.files
-        for name in {FILE, CONFIG} & files.keys():
+        for name in {CHAT_TEMPLATE, TOKENIZER_CONFIG} & files.keys():
             check_file(bundle.path, files[name])  # it is read when it is first asked for: long after the others
-        config = read_json(bundle.path / CONFIG, "a tokenizer's settings") if CONFIG in files else {}
+        config = (
+            read_json(bundle.path / TOKENIZER_CONFIG, "a tokenizer's settings") if TOKENIZER_CONFIG in files else {}
+        )
         if not isinstance(config, dict):
-            raise BundleError(f"{bundle.path / CONFIG}: not a tokenizer's settings: no object")
-        if FILE in files:
-            sources = {DEFAULT_TEMPLATE: (bundle.path / FILE).read_text(encoding="utf-8", errors="replace")}
+            raise BundleError(f"{bundle.path / TOKENIZER_CONFIG}: not a tokenizer's settings: no object")
+        if CHAT_TEMPLATE in files:
+            sources = {DEFAULT_TEMPLATE: (bundle.path / CHAT_TEMPLATE).read_text(encoding="utf-8", errors="replace")}
         else:
             sources = named_templates(config.get("chat_template"))
         if DEFAULT_TEMPLATE not in sources:
             raise BundleError(
-                f"bundle '{bundle.path}' has no chat template ({FILE}, or chat_template in {CONFIG}):"
-                " its model continues text; give it a prompt"
+                f"bundle '{bundle.path}' has no chat template ({CHAT_TEMPLATE}, or chat_template in"
+                f" {TOKENIZER_CONFIG}): its model continues text; give it a prompt"
             )
         return cls(sources, special_tokens(config))
 
@@ -82,7 +92,7 @@ class ChatTemplate:
             # DeepSeek R1's, for one, knows a call of tools by a content of None
             with contextlib.suppress(Exception):
                 return template.render({**known, "messages": chat.messages})
-            raise UsageError(f"the bundle's chat template does not take these messages: {_line(error)}") from None
+            raise UsageError(f"the bundle's chat template does not take these messages: {_reason(error)}") from None
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,5 +133,5 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _reason(error: Exception) -> str:
+    return one_line(error) or type(error).__name__

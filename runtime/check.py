@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.base import FeatureEngine, Features
-from ..engines.golden import Golden
+from ..engines.golden import TOLERANCE, Golden
 from ..errors import EngineError
-from .controller.tuned import cores
+from .device import cores
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
@@ -30,7 +30,6 @@ BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its 
 WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``
 NEW_TOKENS = 24
 TREE = (3, 2, 1)
-TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
 
 

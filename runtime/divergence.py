@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..engines import Engine
 from ..errors import UsageError
+from .held import agreement
 from .rules.noise import Noise
 from .rules.sampling import Chain, Sampler, Scores
 from .settings import Settings
@@ -42,11 +43,10 @@ def first_divergence(
 ) -> Divergence | None:
     """Compare two answers by ``settings`` (greedy by default; or coupled, with its seed); None if they are the same.
     A near-tie is within NEAR_TIE, or within twice the target's ``spread`` on this text. Uses the target's cache."""
-    shortest = min(len(ours), len(other))
-    position = next((i for i in range(shortest) if ours[i] != other[i]), shortest)
+    position = agreement(ours, other)
     if position == len(ours) == len(other):
         return None
-    if position == shortest:
+    if position == min(len(ours), len(other)):
         return Divergence(position, float("inf"), near_tie=False)
     text = [*prompt, *ours[:position]]
     logits, either, scale = last_logits(pair.target, text), (ours[position], other[position]), 1.0

@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle import NO_ARRAYS, Model
+from ..bundle import NO_ARRAYS, TOKENIZER, VOCABULARY, Model
 from ..engines.base import LogitRow
 from ..errors import BundleError
 from .drafters.retokenise import Tokenizers
 from .text import Codec
 
-VOCABULARY, TOKENIZER = "vocabulary.npz", "tokenizer.json"
 Ids = NDArray[np.int64]
 
 

@@ -105,7 +105,7 @@ def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) ->
     """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
     of its own where it needs no wider steps."""
     from ..engines import open_engine
-    from ..runtime.controller.tuned import cores
+    from ..runtime.device import cores
 
     if not pair.exact or pair.target.spec.narrowest > 1:
         return nullcontext()

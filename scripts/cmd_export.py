@@ -9,9 +9,7 @@ import click
 
 from ..bundle import Bundle, read_manifest
 from ..errors import ExportError, UsageError, not_installed
-from ..export.drafts.choice import number_or_word
-
-PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
+from ..export.drafts.choice import PRECISIONS, number_or_word
 
 
 @click.command("export")
@@ -32,10 +30,10 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     metavar="BUNDLE",
     help="Where to write. A bundle there is replaced, with its engines and tuned.json.",
 )
-@click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Of the target's weights. [default: fp32]")
 @click.option(
     "--draft-precision",
-    type=PRECISIONS,
+    type=click.Choice(PRECISIONS),
     help="Of the draft's weights. [default: int4 (int8, if it says drafts in one step); with fp16, fp16]",
 )
 @click.option(

@@ -14,7 +14,7 @@ from .options import BUNDLE, ENGINE, PROMPT_LINES, options, prompt_ids
 
 if TYPE_CHECKING:
     from ..engines import Engine
-    from ..runtime.controller.tuned import Device
+    from ..runtime.device import Device
     from ..runtime.pair import Pair
 
 
@@ -72,13 +72,14 @@ def command(
     have no name here, and not where they do not hold together, because other work ran beside.
     """
     from ..runtime.controller import tuned
+    from ..runtime.device import this_device
     from ..runtime.pair import load
     from ..runtime.tune import doubt, tune
 
     if limit < 1 or context < 1:
         raise UsageError("--limit and --context must be at least 1")
     lines, source = chosen(prompts, "tune")
-    device = tuned.this_device(**where)
+    device = this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
         candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
         ids = prompt_ids(pair, lines[:limit])
@@ -102,9 +103,8 @@ def command(
 @contextlib.contextmanager
 def candidate(name: str, pair: Pair, device: Device) -> Any:
     """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
-    from ..bundle import Bundle
+    from ..bundle import VOCABULARY, Bundle
     from ..engines import open_engine
-    from ..runtime.vocabulary import VOCABULARY
 
     model = Bundle.read(name).model("draft")
     have, want = model.entry.vocab_size, pair.target.spec.vocab_size

@@ -253,6 +253,9 @@ def test_a_small_llama_is_no_head(tmp_path: Path) -> None:
     assert read_head(str(tmp_path / "llama"), config) is None
     (tmp_path / "llama" / "model.safetensors").unlink()
     assert read_head(str(tmp_path / "llama"), config) is None
+    for text in ("[]", "{", "[" * 100_000):  # whoever reads it as a checkpoint says what is wrong
+        (tmp_path / "llama" / "config.json").write_text(text)
+        assert read_head(str(tmp_path / "llama"), config) is None
 
 
 def test_answers_are_the_target_s(made: tuple[Path, Path]) -> None:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...bundle import Model, file_entry, parse
-from ...errors import BundleError, EngineError, typed
+from ...bundle import Model, file_entry, parse, read_json
+from ...errors import EngineError, typed
 
 PORTABLE = "portable"
 
@@ -68,11 +68,7 @@ def dump(manifest: EngineManifest) -> str:
 
 def read(path: Path) -> EngineManifest:
     """A manifest from disk. Raises BundleError naming what is wrong and where."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BundleError(f"{path}: not a manifest: {error}") from None
-    manifest: EngineManifest = parse(EngineManifest, raw, str(path))
+    manifest: EngineManifest = parse(EngineManifest, read_json(path, "a manifest"), str(path))
     return manifest
 
 

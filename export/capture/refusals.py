@@ -12,8 +12,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ...engines.providers import first_line
-from ...errors import ExportError, UsageError
+from ...errors import ExportError, UsageError, first_line
 from .recurrent import is_understood
 
 WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say

@@ -7,8 +7,7 @@ from pathlib import Path
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from ...engines.providers import first_line
-from ...errors import ExportError
+from ...errors import ExportError, first_line
 
 FILE = "config.json"
 

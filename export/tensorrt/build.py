@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from ...bundle import Bundle, Model
 from ...engines.tensorrt import compat
-from ...engines.tensorrt.buildable import require_buildable
+from ...engines.tensorrt.buildable import PRECISIONS, require_buildable
 from ...engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
 from ...errors import EngineError, UsageError
-from .graph import PRECISIONS, lower
+from .graph import lower
 from .network import (
     add_profile,
     attention_layers,

@@ -16,8 +16,6 @@ from ..graphs.quantize import from_int4, to_int4_blocks
 from ..graphs.rewrite import constant, dims, node, sweep
 from ..graphs.sinks import sink_of
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int4")
-
 
 def lower(model: ir.Model, precision: str, capacity: int, top: int) -> list[str]:
     """Rewrite a canonical graph in place for an engine of ``capacity`` slots a row. int4 is weights only, with fp16
