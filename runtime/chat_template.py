@@ -36,7 +36,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message may
 
 
 class ChatTemplate:
-    """The templates of a checkpoint by name (mostly one, ``default``), and what its special tokens are called."""
+    """The chat templates of a checkpoint by name (most have one, ``default``), and the text of its special tokens."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
         """``tokens``: ``bos_token`` and its like, as text. Raises BundleError for what is no template."""
@@ -73,15 +73,15 @@ class ChatTemplate:
         return cls(sources, special_tokens(config))
 
     def check(self, variables: Mapping[str, Any]) -> None:
-        """Raise UsageError for a variable that no template reads, as one that is misspelt."""
+        """Raise UsageError for a variable that no template reads: it is probably misspelt."""
         for name in variables:
             if name not in self._read and name not in ALWAYS:
                 read = ", ".join(sorted(self._read - self._tokens.keys() - {"messages"})) or "none"
                 raise UsageError(f"the bundle's chat template reads no variable '{name}' (it reads: {read})")
 
     def render(self, chat: Chat) -> str:
-        """The prompt as text, special tokens written out. Raises UsageError for a variable that is not read, and with
-        what the template says of messages that it does not take."""
+        """The prompt as text, special tokens written out. Raises UsageError for a variable that no template reads, and,
+        with the template's own reason, for messages that it refuses."""
         self.check(chat.variables)
         tools = chat.variables.get("tools") is not None and WITH_TOOLS in self._templates
         template = self._templates[WITH_TOOLS if tools else DEFAULT_TEMPLATE]
@@ -89,22 +89,22 @@ class ChatTemplate:
         try:
             return template.render({**known, "messages": [_message(each) for each in chat.messages]})
         except Exception as error:  # a template does what it likes
-            # DeepSeek R1's, for one, knows a call of tools by a content of None
+            # DeepSeek R1's template, for one, tells tool calls by a content of None.
             with contextlib.suppress(Exception):
                 return template.render({**known, "messages": chat.messages})
             raise UsageError(f"the bundle's chat template does not take these messages: {_reason(error)}") from None
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to a template: without what is None (the content of a call of tools, as
-    servers give it), and with its reasoning by the names that templates have for it."""
+    """A message as transformers hands it to a template: without fields that are None (servers send tool calls with such
+    a content), and with its reasoning under each name that templates use for it."""
     said = {name: value for name, value in given.items() if value is not None}
     reasoning = next((said[name] for name in REASONING if name in said), None)
     return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks for those who train what the model has written; here it is what stands in it."""
+    """``{% generation %}`` marks, for training, what the model wrote; here only the text inside the block matters."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
 
@@ -115,7 +115,8 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates are written for, transformers' functions and settings; they can change no value they are given."""
+    """The environment that templates are written for: transformers' functions and settings, in which a template cannot
+    change the values it is given."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _to_json
     made.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.datetime.now().strftime(form)}
@@ -125,7 +126,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter writes for web pages, with < and & in codes."""
+    """In place of Jinja's own filter, which writes for web pages and escapes < and &."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Decides what is counted about a request; everything else is derived."""
+"""Counters of one request, what is derived from them, and the clock of a round."""
 
 from __future__ import annotations
 
