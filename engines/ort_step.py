@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Features, LogitArray, Sight, Tokens
-from .graphs import RECORDING, OneThread
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
+from .recording import RECORDING, OneThread
 from .tensorrt.cuda import Cuda
 
 WIDEST_GRAPH, MOST_GRAPHS = 64, 256
@@ -160,8 +160,27 @@ class Step:
         logits: tuple[int, int] | None,
         beside: Iterable[tuple[str, str, HostBuffer, HostBuffer]] = (),
     ) -> None:
-        """Bind ids, ``logits`` (where on a device, and how many a row; None: the array), ``cache``, each of whose
-        buffers is read and written in place, and what ``Trails.bindings`` says to bind ``beside``."""
+        """Bind all that the graph reads and writes. ``logits``: their address on a device and their number in a row
+        (None: they go to the array); ``cache``: buffers that are read and written in place, with those of features
+        last, if the step gives any; ``beside``: what ``Trails.bindings`` says."""
+        self._bind_inputs()
+        self._bind_outputs(logits)
+        rows = self.tokens.shape[0]
+        for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):
+            self._bind_cache(f"{i // 2}.{'value' if i % 2 else 'key'}", buffer)
+        for read, written, old, new in beside:
+            self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
+            self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
+
+    def free(self) -> None:
+        """Let go of the binding and of memory on the device."""
+        self.binding = None
+        for address, _ in self.uploads:
+            assert self.cuda is not None
+            self.cuda.free(address)
+
+    def _bind_inputs(self) -> None:
+        """The arrays that the graph has inputs for."""
         names = {value.name for value in self.session.get_inputs()}
         arrays: dict[str, NDArray[Any]] = {
             "input_ids": self.tokens,
@@ -182,6 +201,8 @@ class Step:
                 self.copies.append((name, in_place(arrays[name])))
             else:
                 self.binding.bind_ortvalue_input(name, in_place(arrays[name]))
+
+    def _bind_outputs(self, logits: tuple[int, int] | None) -> None:
         if self.given is not None:
             self.binding.bind_ortvalue_output("features", in_place(self.given))
         if self.logits is not None:
@@ -189,27 +210,18 @@ class Step:
         elif logits is not None:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
-        rows = self.tokens.shape[0]
-        for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):  # the last are features
-            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            if isinstance(buffer, HostBuffer):
-                value = in_place(buffer.array[:rows])
-                self.binding.bind_ortvalue_input(f"past_key_values.{layer}", value)
-                self.binding.bind_ortvalue_output(f"present.{layer}", value)
-            else:
-                place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-                self.binding.bind_input(f"past_key_values.{layer}", *place)
-                self.binding.bind_output(f"present.{layer}", *place)
-        for read, written, old, new in beside:
-            self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
-            self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
 
-    def free(self) -> None:
-        """Let go of the binding and of memory on the device."""
-        self.binding = None
-        for address, _ in self.uploads:
-            assert self.cuda is not None
-            self.cuda.free(address)
+    def _bind_cache(self, part: str, buffer: Buffer) -> None:
+        """One buffer as ``past_key_values`` and as ``present``; ``part``: a layer and key or value, like ``0.key``."""
+        rows = self.tokens.shape[0]
+        if isinstance(buffer, HostBuffer):
+            value = in_place(buffer.array[:rows])
+            self.binding.bind_ortvalue_input(f"past_key_values.{part}", value)
+            self.binding.bind_ortvalue_output(f"present.{part}", value)
+        else:
+            place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+            self.binding.bind_input(f"past_key_values.{part}", *place)
+            self.binding.bind_output(f"present.{part}", *place)
 
     def _bind_device(self, name: str, array: NDArray[Any]) -> None:
         assert self.cuda is not None

@@ -9,9 +9,9 @@ from typing import Any
 from ..bundle import FileEntry, Model, check_file
 from ..errors import BundleError, EngineError
 from .declared import require_declared
-from .graphs import OneThread
 from .pages import Pages
 from .providers import open_session
+from .recording import OneThread
 
 RECORDABLE = "cuda, of models without features or recurrent layers"
 

@@ -41,7 +41,7 @@ from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .graphs.experts import never_alone, unrounded_experts
 from .graphs.passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .graphs.quantize import ROUNDINGS, quantize
-from .graphs.rewrite import let_go
+from .graphs.rewrite import graph_inputs, let_go
 from .graphs.smooth import observe, smooth
 from .graphs.tree import to_tree, to_tree_gqa
 from .parity import ImprecisionError, check_graph
@@ -337,7 +337,7 @@ def _save(canonical: Canonical, place: Path, precision: str) -> tuple[ir.DataTyp
     note = _left_in_float(graph, precision) if precision in ROUNDINGS else ""
     ir.save(graph, place, external_data=BLOB)
     let_go(graph)
-    return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key"), note
+    return graph_inputs(graph)["past_key_values.0.key"].dtype, note
 
 
 def _left_in_float(graph: ir.Model, precision: str) -> str:

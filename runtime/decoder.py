@@ -20,8 +20,8 @@ from .controller.joint import NOBODY, Plan, together
 from .controller.policy import AutoLength, Pace, Policy
 from .controller.rounds import Round
 from .drafters.base import Draft, Drafter
+from .drafters.choice import drafter_for
 from .drafters.confidence import Watch
-from .drafters.foreign_draft import model_drafter
 from .drafters.tree_drafter import TreeDrafter
 from .ending import Ending
 from .grammars import Grammars
@@ -84,7 +84,7 @@ class Decoder:
         self.ahead: AheadDrafter | None = None
         if draft is not None:
             vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
-            model = model_drafter(Stepper(draft, "draft"), vocabulary, target)
+            model = drafter_for(Stepper(draft, "draft"), vocabulary, target)
             self.ahead = drafts_ahead(model, self.costs, draft_ahead)
             self._model = self.ahead or model
             if vocabulary.tokenizers is None and not draft.spec.reads_features:
@@ -179,25 +179,26 @@ class Decoder:
         clock = Stopwatch(self._epoch)
         if self.ahead is not None:
             self.ahead.rest()
-        if rows:
-            if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
-                self._begin_anew()  # a held cache came from other steps: its last bits are not those of a fresh one
-            self._prefill(rows)
-            self._pace.prices.begin(self._target.narrowest)
-            for row in rows:
-                if row.cascade is not None:
-                    row.cascade.begin(row.sequence.tokens)
-            self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
-            if rows[0].settings.branches:
-                self._drafting = self._trees
-            self._plain = self._drafting is None and all(row.cascade is None for row in rows)
-            if self._drafting is not None:
-                policies = [row.policy for row in rows]
-                self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
-                tokens = self._drafting.unread(rows)
-                if not self._pace.abstains(policies, tokens):
-                    self._pace.read(policies, tokens, self._prefill_draft(rows))
-            clock.lap("prefill")
+        if not rows:
+            return clock
+        if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
+            self._begin_anew()  # a held cache came from other steps: its last bits are not those of a fresh one
+        self._prefill(rows)
+        self._pace.prices.begin(self._target.narrowest)
+        for row in rows:
+            if row.cascade is not None:
+                row.cascade.begin(row.sequence.tokens)
+        self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
+        if rows[0].settings.branches:
+            self._drafting = self._trees
+        self._plain = self._drafting is None and all(row.cascade is None for row in rows)
+        if self._drafting is not None:
+            policies = [row.policy for row in rows]
+            self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
+            tokens = self._drafting.unread(rows)
+            if not self._pace.abstains(policies, tokens):
+                self._pace.read(policies, tokens, self._prefill_draft(rows))
+        clock.lap("prefill")
         return clock
 
     def _prefill(self, rows: list[Row]) -> None:
