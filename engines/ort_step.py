@@ -27,17 +27,20 @@ _NO_GRAPH = "-1"
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
+    """A binding made once, and the arrays it reads and writes (``logits`` None: they stay on the device ``cuda``).
 
-    ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
-    for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails are read
-    again (``trails.py``). ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
-    [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
-    holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is, and
-    ``thread`` where it is taken: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is
-    recorded when it is first run there (``recorders``: threads and not their numbers, which are given anew). Another
-    step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies them over when
-    they are bound.
+    ``ids`` and ``places`` are ``tokens`` and ``positions`` in the form that Python writes fastest. ``least_width`` is
+    one array for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails
+    are read again (``trails.py``).
+
+    ``given`` [B, S, D] are the features that the step gives, which are copied to their slots in ``kept`` [batch, slots,
+    D]; ``beside`` [B, S, D] are those that it reads: what the list ``told``, one for all steps of an engine, holds when
+    the step is run. Each is None where there are no features.
+
+    In a session that records CUDA graphs, ``options`` name the step's graph, and ``thread`` takes its runs. A
+    ``recorded`` step reads device memory, which ``uploads`` fill from the arrays, and is recorded when a thread first
+    runs it (``recorders`` are these threads; their numbers would be used again). Other steps on a device have
+    ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies them when they are bound.
     """
 
     session: Any
@@ -102,7 +105,7 @@ class Step:
         self.ids, self.places = self.tokens.reshape(-1).data, self.positions.reshape(-1).data
 
     def run(self) -> float:
-        """Take the step. The seconds that recording it took beyond that. Raises whatever ONNX Runtime does."""
+        """Take the step. Returns the seconds spent on recording it. Raises whatever ONNX Runtime does."""
         recording = 0.0
         if self.told is not None:
             assert self.beside is not None
@@ -127,9 +130,9 @@ class Step:
         self.beside = None if told is None else np.zeros_like(self.given)
 
     def name_graph(self, recorded: int, thread: OneThread) -> bool:
-        """Say which graph the step becomes where so many are ``recorded``, or that it becomes none: prompts, and shapes
-        beyond the most there may be, for a graph lives as long as its session; and where the session's steps are taken.
-        Returns whether it becomes one."""
+        """Let the step become a CUDA graph, the next after ``recorded`` of them, run by ``thread``. Steps of prompts
+        become none, nor does any beyond MOST_GRAPHS, for a graph lives as long as its session. Returns whether it
+        becomes one."""
         self.thread = thread
         self.recorded = self.tokens.shape[1] <= WIDEST_GRAPH and recorded < MOST_GRAPHS
         self.options = graph_options(recorded + 1 if self.recorded else None)
@@ -145,7 +148,7 @@ class Step:
                 self.binding.bind_ortvalue_input(name, value)
             how = () if self.options is None else (self.options,)
             started = perf_counter()
-            # All at once, so that a step is slow but once: it reads and writes the same again.
+            # All of these runs at once, so that only one step is slow; each reads and writes the same.
             for _ in range(_RUNS_TO_RECORD - 1 if records else 0):
                 self.session.run_with_iobinding(self.binding, *how)
             recording = perf_counter() - started
@@ -238,6 +241,6 @@ def graph_options(number: int | None) -> Any:
 
 
 def in_place(array: NDArray[Any]) -> Any:
-    """An OrtValue that is ``array``, contiguous: nothing is copied. (To bind one takes a third of the time that to bind
-    an address and a shape does.)"""
+    """An OrtValue on the memory of ``array``, which is contiguous. (Binding one takes a third of the time of binding an
+    address and a shape.)"""
     return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array)

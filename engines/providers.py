@@ -1,4 +1,4 @@
-"""Which onnxruntime is installed, what it can run on, and how a session is opened: no engine asks it anything else."""
+"""Which onnxruntime is installed, what it can run on, and how a session is opened."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
 
 
 def _never_end() -> None:
-    """Keep all sessions of a process that was forked to its very end: the threads that their ends wait for are its
-    parent's alone."""
+    """Keep the sessions of a forked process alive until it ends: to close one would wait for threads that exist only in
+    its parent."""
     for session in _OPEN:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 

@@ -1,4 +1,4 @@
-"""How a bundle comes into being whole or not at all: written beside its place, then renamed. Needs no torch."""
+"""Writes a bundle completely or not at all: beside its place first, then it is renamed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def _beside(place: Path, process: int) -> tuple[Path, Path]:
 
 
 def _discard(place: Path, process: int) -> None:
-    """Remove what a process has beside ``place``; a bundle that has lost its place to none comes back."""
+    """Remove what a process has beside ``place``. A bundle that it moved away without putting another there comes
+    back."""
     folder, old = _beside(place, process)
     if old.exists() and not place.exists():
         with _named(place):

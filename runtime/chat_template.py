@@ -39,7 +39,7 @@ class ChatTemplate:
     """The chat templates of a checkpoint by name (most have one, ``default``), and the text of its special tokens."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """``tokens``: ``bos_token`` and its like, as text. Raises BundleError for what is no template."""
+        """``tokens``: ``bos_token`` and its like, as text. Raises BundleError for a template that cannot be parsed."""
         self._tokens = dict(tokens)
         try:
             environment = _environment()
@@ -47,7 +47,7 @@ class ChatTemplate:
             parsed = map(environment.parse, sources.values())
             self._read = frozenset[str]().union(*map(meta.find_undeclared_variables, parsed))
         except TemplateError as error:
-            raise BundleError(f"the bundle's chat template is none: {_reason(error)}") from None
+            raise BundleError(f"the bundle's chat template cannot be parsed: {_reason(error)}") from None
 
     @classmethod
     def read(cls, bundle: Bundle) -> ChatTemplate:

@@ -44,7 +44,7 @@ BUILT_IN = (
 ENOUGH = 700  # new tokens of all prompts
 SHORT = "the first rounds measure this device: take more prompts, or longer answers, before you believe it"
 
-# As everywhere, but that a bundle's own temperature does not count.
+# The usual settings, except that the default temperature is 0 and not the bundle's.
 GREEDY = tuple(
     (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
     for flag, given in SETTINGS
@@ -102,8 +102,8 @@ def chosen(path: str | None, command: str) -> tuple[list[Line], str]:
 
 
 def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:
-    """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
-    of its own where it needs no wider steps."""
+    """A context manager that gives the target's engine for the fastest plain decoding; None if that is the pair's own.
+    (Where exactness needs no wider steps, it uses another graph, which is slower.)"""
     from ..engines import open_engine
     from ..runtime.device import cores
 

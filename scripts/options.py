@@ -196,12 +196,12 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
 
 
 def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) -> None:
-    """Raise UsageError for an option of the draft model's in ``where`` that none of the requests ``asked`` for (their
-    settings) has a use for; say so of a draft length, which those who compare drafts give to all of them."""
+    """Raise UsageError for an option of the draft model in ``where`` that is of no use to any request (``asked``: their
+    settings). A draft length that has no effect is only told, for whoever compares drafts gives it to all of them."""
     wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
     for name, off in (("draft_provider", (None,)), ("draft_threads", (None,)), ("draft_ahead", ("auto", False))):
         if where[name] not in off and not wanted:
-            raise UsageError(f"{name} is the draft model's, which nobody asks here (with it: draft auto or model)")
+            raise UsageError(f"{name} is for the draft model, which no request asks here (draft auto or model does)")
     if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
         raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
     if any(each.get("draft") == "none" and each.get("draft_length") not in (None, 0, "auto") for each in asked):
@@ -292,8 +292,8 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
 
 
 def read_row(text: str) -> dict[str, Any]:
-    """A line's ``prompt``, which ``messages`` may be instead, and settings, by name. Raises UsageError for what is no
-    such object."""
+    """A line as its ``prompt`` (made of ``messages``, if it has these instead) and its settings, by name. Raises
+    UsageError for a line that is no such object."""
     from ..runtime.prompts import Chat
 
     try:

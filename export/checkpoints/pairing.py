@@ -1,4 +1,4 @@
-"""May these two models speak to each other? Which of the draft's ids mean which of the target's."""
+"""Relates the token ids of a draft to those of its target, and refuses pairs that cut text differently."""
 
 from __future__ import annotations
 

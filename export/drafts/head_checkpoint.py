@@ -100,10 +100,11 @@ def read_head(source: str, target: Any) -> Head | None:
 
 
 def _ids(source: str, config: Any, offsets: Tensor | None) -> Ids:
-    """What the head's tokens are called: ``offsets`` (d2t) say how far each is from its place. Raises ExportError."""
+    """The target's ids of the head's tokens: ``offsets`` (d2t) are the differences from 0, 1, 2, ... Raises
+    ExportError."""
     size, ids = config.draft_vocab_size, np.arange(config.draft_vocab_size)
     if offsets is None and size != config.vocab_size:
-        raise ExportError(f"'{source}': it says {size} tokens, and no d2t which ones")
+        raise ExportError(f"'{source}': it says {size} tokens, but has no d2t that names them")
     if offsets is not None:
         rounded = offsets.is_floating_point() and offsets.dtype.itemsize < 4
         ids = ids[:0] if rounded or offsets.shape != ids.shape else ids + offsets.long().numpy()

@@ -1,4 +1,4 @@
-"""A draft that cuts text into other tokens: which of them the target has too, and whether they are enough.
+"""For a draft with another tokenizer: which of its tokens the target has too, and whether they are enough.
 
 Tokens are the same if their bytes are (2502.05202, section 4): " the" is "\u0120the" in a byte-level vocabulary and
 "\u2581the" in SentencePiece's.

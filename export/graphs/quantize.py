@@ -63,10 +63,8 @@ def from_int4(model: ir.Model) -> None:
             weight = node(model, n, "Transpose", [rows], perm=[1, 0])
             swap(n.outputs[0], node(model, n, "MatMul", [n.inputs[0], weight], like=n.outputs[0]))
         elif (table := _coarse_table(model, n)) is not None:
-            swap(
-                n.outputs[0],
-                node(model, n, "Gather", [table, graph_inputs(model)["input_ids"]], axis=0, like=n.outputs[0]),
-            )
+            found = node(model, n, "Gather", [table, graph_inputs(model)["input_ids"]], axis=0, like=n.outputs[0])
+            swap(n.outputs[0], found)
     sweep(model)
 
 

@@ -252,7 +252,8 @@ def _build_model(
 
 
 def _write(folder: Path, scratch: Path, manifest: EngineManifest, blob: Any) -> Path:
-    """Both files whole, or the manifest missing: an engine without one is never opened."""
+    """Write engine and manifest so that, after a failure, there are both or no manifest: then the engine is not
+    opened."""
     for suffix, content in ((".engine", blob), (".json", dump(manifest).encode())):
         (scratch / f"{manifest.name}{suffix}").write_bytes(content)
     for old in of_device(folder, manifest.sdk, manifest.compute_capability):

@@ -1,7 +1,7 @@
-"""What TensorRT's parser makes of a graph, whether that is what the graph says, and what the builder is asked for.
+"""Parses a graph for TensorRT, checks that the network is what the graph says, and sets up what the builder needs.
 
-A build that succeeds proves little: the parser drops what it does not know without a word, and builds on. So all that
-the engine's answers depend on is read back from the parsed network.
+A build that succeeds proves little: the parser silently drops what it does not know and goes on. So everything that the
+engine's answers depend on is read back from the parsed network.
 """
 
 from __future__ import annotations
