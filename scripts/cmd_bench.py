@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..engines import Engine
     from ..runtime.pair import Pair
 
 # A checkout has held-out prompts for the demo pair; an installed package has these.
@@ -101,7 +102,7 @@ def chosen(path: str | None, command: str) -> tuple[list[Line], str]:
     return read_prompts(path, command), called(path)
 
 
-def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:
+def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> AbstractContextManager[Engine | None]:
     """A context manager that gives the target's engine for the fastest plain decoding; None if that is the pair's own.
     (Where exactness needs no wider steps, it uses another graph, which is slower.)"""
     from ..engines import open_engine

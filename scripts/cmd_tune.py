@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,7 +86,7 @@ def command(
         ids = prompt_ids(pair, lines[:limit])
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
-        options = {"plain": plain, "longest_context": context, "progress": progress}
+        options: dict[str, Any] = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         report["source"], failed = source, None
         if reason := doubt(report):
@@ -101,8 +102,8 @@ def command(
 
 
 @contextlib.contextmanager
-def candidate(name: str, pair: Pair, device: Device) -> Any:
-    """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
+def candidate(name: str, pair: Pair, device: Device) -> Iterator[Engine]:
+    """The draft of another bundle, opened. Raises BundleError without one, UsageError if it does not fit."""
     from ..bundle import VOCABULARY, Bundle
     from ..engines import open_engine
 
@@ -115,7 +116,7 @@ def candidate(name: str, pair: Pair, device: Device) -> Any:
     if model.entry.reads_features:
         raise UsageError(f"--draft '{name}': its draft is a head, which reads the features of its own target alone")
     where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
-    engine: Engine = open_engine(model, **where, variant=device.variant)
+    engine = open_engine(model, **where, variant=device.variant)
     try:
         yield engine
     finally:
