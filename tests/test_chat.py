@@ -197,7 +197,7 @@ def test_a_template_reaches_nothing_but_its_messages(template: str) -> None:
 
 
 def test_a_file_that_is_no_template_says_so() -> None:
-    with pytest.raises(BundleError, match=r"the bundle's chat template is none: .*'endfor'"):
+    with pytest.raises(BundleError, match=r"the bundle's chat template cannot be parsed: .*'endfor'"):
         ChatTemplate({"default": "{% for m in messages %}"}, {})
 
 
