@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -71,7 +72,6 @@ class Pair:
             draft_ahead=draft_ahead,
             grammars=self.grammars,
         )
-        self.turn = self.decoder.turn  # a lock: whoever of several threads holds it has the pair to itself
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -102,7 +102,6 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        self.decoder.ending.require_own()
         with self.turn:
             found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
@@ -126,8 +125,15 @@ class Pair:
             )
         return Stream(self._pieces(self._start([prompt], settings)))
 
+    @property
+    def turn(self) -> RLock:
+        """A lock: whoever of several threads holds it has the pair to itself. Raises EngineError in a process that was
+        forked since the pair was loaded."""
+        return self.decoder.turn
+
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked; a grammar is compiled."""
+        self.decoder.ending.require_own()  # a thread that only its parent has may hold the grammars
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
