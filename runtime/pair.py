@@ -26,7 +26,7 @@ from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_singl
 from .ranges import flag, integer, one_of
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
-from .text import Codec, TextStream
+from .text import Codec, TextStream, behind_text
 from .vocabulary import VOCABULARY, VocabularyMap
 
 if TYPE_CHECKING:
@@ -181,8 +181,13 @@ class Pair:
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
     ) -> Iterator[tuple[Answer, Event]]:
         """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
+
+        def text(ids: list[int], settings: Settings) -> TextStream:
+            before = ids if settings.asked_grammar is None else behind_text(self.codec, ids)
+            return TextStream(self.codec, before, settings.stop, settings.min_new_tokens)
+
         answers = [
-            Answer(index, settings, sample.number, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens))
+            Answer(index, settings, sample.number, text(ids, settings))
             for index, ((ids, settings), sample) in enumerate(zip(requests, siblings, strict=True), start)
         ]
         events = self.decoder.decode(
