@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import LeadoutError, not_installed
+from ..errors import LeadoutError, not_installed, require_docstrings
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 
@@ -48,6 +48,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
             signal.signal(signal.SIGTERM, before)
 
     def _export(self) -> Path:
+        require_docstrings()
         from .build import export_pair
         from .drafts.choice import number_or_word
 

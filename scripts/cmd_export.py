@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from ..bundle import Bundle, read_manifest
-from ..errors import ExportError, UsageError, not_installed
+from ..errors import UsageError, not_installed, require_docstrings
 from ..export.drafts.choice import number_or_word
 
 PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
@@ -82,10 +81,7 @@ def command(
         if onnx_target is None:
             if onnx_draft is not None:
                 raise UsageError("--draft-from-onnx goes with --from-onnx; give the draft with --draft")
-            if sys.flags.optimize > 1:
-                raise ExportError(
-                    "transformers reads docstrings, which Python drops here: set PYTHONOPTIMIZE=1 or none"
-                )
+            require_docstrings()
             from ..export.build import export_pair
             from .chat_probe import difference
 
