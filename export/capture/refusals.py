@@ -96,10 +96,13 @@ def _ropes(config: Any) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
 def _stretched(config: Any) -> int:
     """Tokens that positions were stretched to by yarn: a config.json may go on counting those before it, as that of a
     Qwen does to which its authors' lines for long texts were added. 0 where there is no yarn."""
-    yarns = (rope for _, rope in _ropes(config) if rope.get("rope_type") == "yarn")
-    given = ((rope.get("factor"), rope.get("original_max_position_embeddings")) for rope in yarns)
-    numbers = (pair for pair in given if all(isinstance(each, (int, float)) for each in pair))
-    return max((int(factor * first) for factor, first in numbers), default=0)
+    longest = 0
+    for _, rope in _ropes(config):
+        factor, first = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "yarn" and isinstance(factor, (int, float)) and isinstance(first, (int, float)):
+            stretched = factor * first
+            longest = max(longest, int(stretched) if 0 < stretched <= _POSITIONS else 0)
+    return longest
 
 
 def _kept_window(config: Any) -> int | None:
