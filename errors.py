@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import reprlib
 import shlex
+import sys
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 60, 60, 60
@@ -65,6 +66,12 @@ class CheckError(LeadoutError):
 def not_installed(error: ModuleNotFoundError) -> ExportError:
     """What to say where an export stops for want of a package."""
     return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
+
+
+def require_docstrings() -> None:
+    """Raise ExportError where Python drops docstrings: transformers reads its own as it is imported."""
+    if sys.flags.optimize > 1:
+        raise ExportError("transformers reads docstrings, which Python drops here: set PYTHONOPTIMIZE=1 or none")
 
 
 def first_line(error: BaseException) -> str:

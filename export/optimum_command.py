@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import LeadoutError, not_installed, one_line
+from ..errors import LeadoutError, not_installed, one_line, require_docstrings
 from .drafts.choice import PRECISIONS, number_or_word
 
 
@@ -47,6 +47,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
             signal.signal(signal.SIGTERM, before)
 
     def _export(self) -> Path:
+        require_docstrings()
         from .build import export_pair
 
         args = self.args

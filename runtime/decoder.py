@@ -98,7 +98,7 @@ class Decoder:
         self._plain = True  # nobody drafts in this decode
         self._once = 0.0  # seconds of the target's last step that later ones of its shape do not take
         self._epoch = 0
-        self.turn = RLock()  # whose round it is, of the threads that share this
+        self._turn = RLock()
         self.ending = Ending()
         self.ending.follow(self)
 
@@ -137,10 +137,16 @@ class Decoder:
         """Whether a request may ask for them: the draft can propose trees, and both models have graphs for them."""
         return self._trees is not None and all(engine.spec.trees for engine in self._engines.values())
 
+    @property
+    def turn(self) -> RLock:
+        """Whose round it is, of the threads that share this. Raises EngineError in a process that was forked since: who
+        holds it there may be a thread of its parent, which is waited for in vain."""
+        self.ending.require_own()
+        return self._turn
+
     def forget(self) -> None:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
         models' caches the last one's text."""
-        self.ending.require_own()
         with self.turn:
             self._admission.forget()
             self._begin_anew()
@@ -154,14 +160,12 @@ class Decoder:
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
         """``admitted`` makes the rows, not before the first event is asked for: they use what all earlier rows
         showed."""
-        self.ending.require_own()
         with self.turn, self.ending.lock:
             if self.ending.over:
                 self.ending.leave()
             rows = admitted()
             clock = self._start(rows)
         while rows:
-            self.ending.require_own()
             with self.turn, self.ending.lock:
                 if self.ending.over:
                     self.ending.leave()

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -25,7 +26,7 @@ from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_singl
 from .ranges import flag, integer, one_of
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
-from .text import Codec, TextStream
+from .text import Codec, TextStream, behind_text
 from .vocabulary import VocabularyMap
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ class Pair:
             draft_ahead=draft_ahead,
             grammars=self.grammars,
         )
-        self.turn = self.decoder.turn  # a lock: whoever of several threads holds it has the pair to itself
         self._defaults = {"draft": "auto", **sampling_defaults(bundle.manifest)}
 
     @overload
@@ -102,7 +102,6 @@ class Pair:
         """
         single, each = is_single(prompt), 1 if n is None else check_n(n)
         prompts = [prompt] if single else list(prompt)
-        self.decoder.ending.require_own()
         with self.turn:
             found = dict(self.answers(prompts, n=each, **settings))
         results = [found[index] for index in range(len(found))]
@@ -126,8 +125,15 @@ class Pair:
             )
         return Stream(self._pieces(self._start([prompt], settings)))
 
+    @property
+    def turn(self) -> RLock:
+        """A lock: whoever of several threads holds it has the pair to itself. Raises EngineError in a process that was
+        forked since the pair was loaded."""
+        return self.decoder.turn
+
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked; a grammar is compiled."""
+        self.decoder.ending.require_own()  # a thread that only its parent has may hold the grammars
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
@@ -175,8 +181,13 @@ class Pair:
         self, start: int, requests: list[tuple[list[int], Settings]], siblings: list[Sample]
     ) -> Iterator[tuple[Answer, Event]]:
         """One group; ``start`` is the index of its first answer. The decoder checks it now and runs when iterated."""
+
+        def text(ids: list[int], settings: Settings) -> TextStream:
+            before = ids if settings.asked_grammar is None else behind_text(self.codec, ids)
+            return TextStream(self.codec, before, settings.stop, settings.min_new_tokens)
+
         answers = [
-            Answer(index, settings, sample.number, TextStream(self.codec, ids, settings.stop, settings.min_new_tokens))
+            Answer(index, settings, sample.number, text(ids, settings))
             for index, ((ids, settings), sample) in enumerate(zip(requests, siblings, strict=True), start)
         ]
         events = self.decoder.decode(

@@ -154,6 +154,13 @@ def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
     return list(prompt[-count:])
 
 
+def behind_text(codec: Codec, prompt: Sequence[int]) -> Sequence[int]:
+    """``prompt`` or, where none of it is text, a letter in its place: an answer behind it is read as what stands within
+    a text. At the beginning of one a decoder such as SentencePiece's takes the first space for its own, and of an
+    answer that is bound to begin with one that space is a part."""
+    return prompt if codec.decode(context_of(codec, prompt)) else codec.encode("a", framed=True)
+
+
 class TextStream:
     """One answer as it grows: its text, the offset where each token's text ends, and how much may be shown.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..bundle import Bundle, read_manifest
-from ..errors import ExportError, UsageError, not_installed
+from ..errors import UsageError, not_installed, require_docstrings
 from ..export.drafts.choice import PRECISIONS, number_or_word
 
 
@@ -105,8 +104,7 @@ def command(
 def export_checkpoints(target: str, draft: str | None, output: str, options: dict[str, Any]) -> None:
     """Export two checkpoints, ``options`` as for ``export_pair``; say so if the bundle's prompts of a conversation are
     not those of transformers."""
-    if sys.flags.optimize > 1:
-        raise ExportError("transformers reads docstrings, which Python drops here: set PYTHONOPTIMIZE=1 or none")
+    require_docstrings()
     from ..export.build import export_pair
     from .chat_probe import difference
 

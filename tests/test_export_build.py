@@ -135,6 +135,11 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ),
         ({"model_type": "gemma3_text", "rope_parameters": nested(rope_type="dynamic", factor=2.0)}, "dynamic-NTK"),
         (
+            {"model_type": "llama", "rope_scaling": {"type": "su", "factor": 2.0}},
+            r"llama.*: rope_type 'su' is none of those .* \(default, linear, yarn, longrope, llama3, proportional\)$",
+        ),
+        ({"model_type": "gemma3_text", "rope_parameters": nested(rope_type="none")}, "rope_type 'none' is none of"),
+        (
             {"model_type": "gemma3_text", "rope_parameters": nested(**LONGROPE)},
             r"gemma3_text.*longrope in one kind of its layers \(full_attention\)",
         ),
@@ -164,9 +169,31 @@ def test_a_context_ends_where_tokens_would_be_dropped() -> None:
         context_length(config, 101)
     assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
     assert context_length(transformers.LlamaConfig(max_position_embeddings=10**12)) == 2**31 - 1
-    for none in (1, -1):
-        with pytest.raises(ExportError, match=f"llama cannot be exported: its config.json allows texts of {none} tok"):
-            context_length(transformers.LlamaConfig(max_position_embeddings=none))
+    for none, config in ((1, transformers.LlamaConfig(max_position_embeddings=1)), (-1, transformers.XLNetConfig())):
+        reason = rf"max_position_embeddings in its config\.json, .*, must be 2 or more, not {none}$"
+        with pytest.raises(ExportError, match=f"{config.model_type} cannot be exported: {reason}"):
+            context_length(config)
+
+
+def test_a_context_reaches_as_far_as_yarn_stretches_positions() -> None:
+    """Qwen's authors have their users add yarn to a config.json and leave what it says of positions as it was."""
+
+    def context(most: int, **rope: Any) -> int:
+        rope |= {"rope_type": "yarn", "rope_theta": 1e4}
+        return context_length(transformers.Qwen2Config(max_position_embeddings=most, rope_parameters=rope))
+
+    assert context(32768, factor=4.0, original_max_position_embeddings=32768) == 131072
+    assert context(40960, factor=4.0, original_max_position_embeddings=32768) == 131072
+    assert context(262144, factor=4.0, original_max_position_embeddings=32768) == 262144
+    assert context(32768, factor=4.0) == 131072, "transformers takes one for the other, too"
+    assert context(32768, factor="4", original_max_position_embeddings=32768) == 32768
+    assert context(32768, factor=None, original_max_position_embeddings=4096) == 32768
+    ropes = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+        | {"original_max_position_embeddings": 1024},
+    }
+    assert context_length(transformers.Gemma3TextConfig(max_position_embeddings=1024, rope_parameters=ropes)) == 8192
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,6 +420,9 @@ def test_files_that_are_no_head_s_are_refused(tiny_pair: tuple[Path, Path], tmp_
     save_file(tensors | {"midlayer.self_attn.q_norm.weight": torch.ones(16)}, head / "model.safetensors")
     with pytest.raises(ExportError, match=r"q_norm.weight is no part of a head that Leadout knows"):
         export_pair(tiny_pair[0], head, tmp_path / "bundle")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"].to(torch.int8)}, head / "model.safetensors")
+    with pytest.raises(ExportError, match=r"its files have integers \(int8\) for norm.weight$"):
+        export_pair(tiny_pair[0], head, tmp_path / "bundle")
     (head / "model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ExportError, match="cannot be loaded"):
         export_pair(tiny_pair[0], head, tmp_path / "bundle")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from test_mutants import Mutant, must_die  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
 from leadout.export.capture import stored  # noqa: E402
 from leadout.export.capture.decoder_graph import capture  # noqa: E402
@@ -106,6 +108,32 @@ def test_packed_tensors_say_nothing_of_the_rest(tmp_path: Path) -> None:
     for tensors, expected in (({"a": packed, "b": rest}, torch.bfloat16), ({"a": packed}, None), ({}, None)):
         save_file(tensors, place)
         assert narrow_type([place]) is expected
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.int32, "I32")])
+def test_codes_of_fewer_bits_are_not_taken_for_numbers(kind: torch.dtype, name: str, tmp_path: Path) -> None:
+    """transformers casts them, and what comes out is finite: a model of noise."""
+    for model, few in (("llama", "down_proj.weight"), ("mixtral", "gate.weight"), ("gpt2", "c_fc.weight")):
+        wide, _ = save_both(model, tmp_path / model)
+        tensors = load_file(wide / "model.safetensors")
+        # what older versions of transformers saved beside them is no weight
+        masks = {f"transformer.h.{i}.attn.bias": torch.ones(4, 4, dtype=torch.uint8) for i in range(2)}
+        save_file(tensors | (masks if model == "gpt2" else {}), wide / "model.safetensors", metadata={"format": "pt"})
+        load(wide)
+        codes = {key: (9 * each).to(kind) if key.endswith(few) else each for key, each in tensors.items()}
+        save_file(codes, wide / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ExportError, match=rf"its files have integers \({name}\) for .*{few} and 1 more tensors; "):
+            load(wide)
+
+
+def test_codes_in_pytorch_s_own_files_are_none_either(tmp_path: Path) -> None:
+    wide, _ = save_both("llama", tmp_path)
+    tensors = load_file(wide / "model.safetensors")
+    (wide / "model.safetensors").unlink()
+    for codes in ({}, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}):
+        torch.save(tensors | codes, wide / "pytorch_model.bin")
+        with pytest.raises(ExportError, match=r"\(int8\) for model.norm.weight;") if codes else nullcontext():
+            load(wide)
 
 
 def test_parts_of_a_checkpoint_are_all_looked_at(tmp_path: Path, small_ones_too: None) -> None:

@@ -69,6 +69,8 @@ def test_a_pair_is_not_used_in_a_fork(tiny_bundle: Path) -> None:
                 lambda: next(pair.stream("x", max_new_tokens=2)),
                 lambda: list(pair.answers(["x"], max_new_tokens=2)),
                 lambda: list(stream),
+                lambda: pair.turn.acquire(),
+                lambda: pair.settings({}),
                 pair.forget,
             )
             found = all(refuses(call) for call in calls)

@@ -105,3 +105,13 @@ def test_optimum_starts_without_loading_the_exporter() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "leadout" in done.stdout
+
+
+def test_an_export_says_that_it_needs_docstrings() -> None:
+    """Python drops them here, and transformers' own code fails for it as it is imported."""
+    program = (
+        "import sys; from optimum.commands import optimum_cli\n"
+        "sys.argv = ['optimum-cli', 'export', 'leadout', '--model', 'nowhere', 'out']; optimum_cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 4 and done.stderr.count("\n") == 1 and "set PYTHONOPTIMIZE=1 or none" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from test_api import CONTEXT, END, PROMPT, VOCAB, entry, manifest
 from test_foreign_draft import TEXT, Copyist, byte_level
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from leadout.bundle import Bundle
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
@@ -92,6 +94,34 @@ def test_a_cut_answer_begins_one_and_a_stop_string_cuts(pair: Pair) -> None:
     assert whole.text.startswith(cut.text.rstrip("\ufffd")), "it may be cut within a character"
     stopped = pair.generate(PROMPT, json_schema=SCHEMA, temperature=0.0, stop=['"count"'])
     assert stopped.finish_reason == "stop" and whole.text.startswith(stopped.text + '"count"')
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ["b c"]}, {"draft": "suffix", "temperature": 1.0}])
+def test_a_space_that_an_answer_must_begin_with_is_given_out(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Whether the prompt has text or not: a decoder as Llama 2's takes the first space of a text for its own."""
+    tokens = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc", "\u2581a", "\u2581b"]
+    merges = [("\u2581", letter) for letter in "ab"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, byte_fallback=True))
+    tokenizer.add_special_tokens(tokens[:2])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    spaces = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence(
+        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", left=1, right=0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    size = len(tokens)
+    engine = ToyEngine(table_law(size, seed=3, order=3, sharpness=2.0), size, max_context=CONTEXT)
+    found = dataclasses.replace(entry(), vocab_size=size, eos_token_ids=(1,))
+    bundle = Bundle(Path("toy"), manifest({"target": found}))
+    with Pair(bundle, Codec(tmp_path / "tokenizer.json"), engine, None, exact=True, batch_size=4) as pair:
+        for prompt in ([0], [0, 1] * 8, "a", [0, 258]):
+            for spelt in (" [ab]{3} c", "  a", "[ab]{3}"):
+                stream = pair.stream(prompt, regex=spelt, **settings)
+                text = "".join(piece.text for piece in stream)
+                whole = spelt if "stop" not in settings else spelt.replace("b]{3} c", "b]{2}(a c|)")
+                assert re.fullmatch(whole, text) and stream.result.text == text
+                batch = pair.generate([prompt, prompt], regex=spelt, draft="none")
+                assert all(re.fullmatch(spelt, result.text) for result in batch)
 
 
 def test_a_conversation_goes_on_and_forgets(pair: Pair) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -40,6 +41,22 @@ def test_the_package_is_a_program_and_completes_commands() -> None:
     environment = os.environ | {"_LEADOUT_COMPLETE": "bash_complete", "COMP_WORDS": "leadout ", "COMP_CWORD": "1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == set(COMMANDS)
+
+
+def test_ctrl_c_while_the_program_is_loaded_is_no_traceback(root: Path) -> None:
+    program = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["leadout"]
+    module, _, name = program.partition(":")
+    said = f"""
+import importlib, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+getattr(importlib.import_module({module!r}), {name!r})()
+"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_export_says_that_it_needs_docstrings(tmp_path: Path) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ...errors import ExportError, UsageError, first_line
+from ...errors import ExportError, UsageError, first_line, shown
 from .recurrent import is_understood
 
 WIDENED = "mxfp4"  # gpt-oss is published in no other form, so these weights are widened and exported
 TRACED_SLOTS = 64  # of the cache in the example that a model is traced with
 _POSITIONS = 2**31 - 1  # that graphs can count
 _ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
+_TURNS = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "dynamic"))  # ways to turn positions
 _NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
@@ -29,7 +31,9 @@ def context_length(config: Any, wanted: int | None = None) -> int:
     """
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-    limit = next((int(value) for name in names if (value := getattr(text, name, None))), 2048)
+    said = next((name for name in names if getattr(text, name, None)), None)
+    limit = 2048 if said is None else int(getattr(text, said))
+    limit = max(limit, _stretched(config) or limit)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this, a row's factors would depend on the rest of its batch
         limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
@@ -37,7 +41,8 @@ def context_length(config: Any, wanted: int | None = None) -> int:
         limit = min(limit, window)
     limit = min(limit, _POSITIONS)
     if limit < 2:
-        raise ExportError(f"{name_of(config)} cannot be exported: its config.json allows texts of {limit} tokens")
+        reason = f"{said} in its config.json, the most tokens of a text, must be 2 or more, not {limit}"
+        raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
     if wanted is not None and not 2 <= wanted <= limit:
         raise UsageError(f"max-context must be between 2 and {limit} for {name_of(config)}, not {wanted}")
     return wanted or limit
@@ -70,19 +75,33 @@ def refusal(config: Any) -> str | None:
 
 def rope_refusal(config: Any) -> str | None:
     """Why this configuration's rotary positions cannot be exported, or None."""
-    ropes = dict(_ropes(config))
+    ropes = {name: rope.get("rope_type") or "default" for name, rope in _ropes(config)}
     if "dynamic" in ropes.values():
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
+    if unknown := [kind for kind in ropes.values() if kind not in _TURNS]:
+        return f"rope_type {shown(unknown[0])} is none of those that transformers computes ({', '.join(_TURNS)})"
     if nested := [name for name, kind in ropes.items() if name is not None and kind == "longrope"]:
         return f"longrope in one kind of its layers ({nested[0]}) takes its factors by the longest text of a batch"
     return None
 
 
-def _ropes(config: Any) -> Iterator[tuple[str | None, Any]]:
-    """The rope type of all layers (as None) and of each kind of layer, by its name."""
+def _ropes(config: Any) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+    """The rope parameters of all layers (as None) and of each kind of layer, by its name."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    yield None, rope.get("rope_type")
-    yield from ((name, each.get("rope_type")) for name, each in rope.items() if isinstance(each, dict))
+    yield None, rope
+    yield from ((name, each) for name, each in rope.items() if isinstance(each, dict))
+
+
+def _stretched(config: Any) -> int:
+    """Tokens that positions were stretched to by yarn: a config.json may go on counting those before it, as that of a
+    Qwen does to which its authors' lines for long texts were added. 0 where there is no yarn."""
+    longest = 0
+    for _, rope in _ropes(config):
+        factor, first = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "yarn" and isinstance(factor, (int, float)) and isinstance(first, (int, float)):
+            stretched = factor * first
+            longest = max(longest, int(stretched) if 0 < stretched <= _POSITIONS else 0)
+    return longest
 
 
 def _kept_window(config: Any) -> int | None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import onnx_ir as ir
 import torch
@@ -26,6 +27,7 @@ from ..graphs.pieces import Array, Pieces, steps
 
 LEAST = 1 << 18  # elements of a matrix that stays as it is: smaller ones are few megabytes together
 NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+_NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64")
 # Attributes that describe a tensor without reading it (but not its dtype), and methods that return the same tensor.
 _TOLD = frozenset(
     ("shape", "size", "stride", "dim", "ndim", "numel", "device", "is_floating_point", "data_ptr", "untyped_storage")
@@ -111,6 +113,21 @@ def narrow_type(files: Iterable[Path]) -> torch.dtype | None:
             found |= {tensor.get_dtype() for tensor in tensors if _is_large(tensor.get_shape())}
     found.discard("U8")
     return NARROW.get(found.pop()) if len(found) == 1 else None
+
+
+def codes_in(path: Path) -> dict[str, str]:
+    """The tensors of a file, safetensors or PyTorch's own, that are no floating-point numbers, and of which type they
+    are (``I8``): masks and places, or weights in a code of fewer bits. Reads no tensor of safetensors."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118  (no mapping)
+        return {name: kind for name, kind in kinds.items() if not kind.startswith(_NUMBERS)}
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    return {
+        name: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point()
+    }
 
 
 @contextlib.contextmanager

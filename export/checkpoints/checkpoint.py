@@ -20,7 +20,7 @@ from transformers.utils import cached_file, logging
 from ...bundle import GENERATION_CONFIG, SAMPLING, TOKENIZER
 from ...errors import ExportError, first_line, shown
 from ..capture.refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
-from ..capture.stored import Stored, keep_stored, narrowly
+from ..capture.stored import Stored, codes_in, keep_stored, narrowly
 from ..writing import TEXTS
 from .conversations import MAP, in_files, keep_conversations
 from .defaults import read_object
@@ -34,6 +34,7 @@ OUTPUTS = {
     "output_router_logits": False,
 }
 ADAPTER = "adapter_config.json"
+WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # the first is read where both are there
 # A tokenizer's other forms: what transformers makes tokenizer.json of.
 TOKENIZERS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
 # Text of many kinds: a tokenizer that cuts this alike cuts alike.
@@ -229,12 +230,12 @@ def find_file(source: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def weight_files(source: str) -> list[Path]:
-    """The safetensors of a checkpoint that transformers reads, one or else the parts that its index names; empty if it
-    has none. Raises ExportError for an index that is none, or names a part that is not there."""
-    if (whole := find_file(source, "model.safetensors")) is not None:  # an index beside it was left by an older save
+def weight_files(source: str, name: str = WEIGHTS) -> list[Path]:
+    """The safetensors of a checkpoint that transformers reads, one (``name``) or else the parts that its index names;
+    empty if it has none. Raises ExportError for an index that is none, or names a part that is not there."""
+    if (whole := find_file(source, name)) is not None:  # an index beside it was left by an older save
         return [whole]
-    index = find_file(source, "model.safetensors.index.json")
+    index = find_file(source, f"{name}.index.json")
     found = {} if index is None else {name: find_file(source, name) for name in _indexed(source, index)}
     if index is not None and (missing := [name for name, path in found.items() if path is None]):
         raise ExportError(f"'{source}' cannot be loaded: {index.name} names {missing[0]}, which is not there")
@@ -278,7 +279,8 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
         raise
     except Exception as error:  # an architecture's own code raises what it likes
         raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
-    if fault := _fault(report, list(model.state_dict()), config):
+    own = [name for name, _ in model.named_parameters()]
+    if fault := _fault(report, list(model.state_dict()), config) or _coded(source, own):
         raise ExportError(f"'{source}' cannot be exported: {fault}")
     for each in (model.config, model.config.get_text_config()):
         for name, value in OUTPUTS.items():
@@ -326,6 +328,22 @@ def _belongs_to_weight(name: str, names: Sequence[str]) -> bool:
     weight = f"{module}.weight"
     beside = last != "weight" and not last.startswith("_")
     return beside and any(each == weight or each.endswith(f".{weight}") for each in names)
+
+
+def _coded(source: str, names: Sequence[str]) -> str | None:
+    """Which weights of a checkpoint are no numbers, or None: transformers takes codes of a quantisation that nothing
+    tells of for what they look like. ``names``: the model's own parameters."""
+    ends = {name.split(".", skipped)[-1] for name in names for skipped in range(3)}  # files leave out model prefixes
+    codes = {
+        name: kind
+        for path in weight_files(source) or weight_files(source, PICKLED)
+        for name, kind in codes_in(path).items()
+        if name.endswith(".weight") or name in ends
+    }
+    if not codes:
+        return None
+    kind = codes[min(codes)]
+    return f"its files have integers ({kind}) for {_some(sorted(codes))}; export the checkpoint it was quantised from"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -23,13 +23,12 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...errors import ExportError, first_line, shown
 from ..capture.refusals import own_code, rope_refusal
-from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
+from ..checkpoints.checkpoint import PICKLED, WEIGHTS, Checkpoint, find_file, weight_files
 from ..checkpoints.defaults import read_object
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
 from .eagle import JOINS, NORMS, FeatureHead
 
-PICKLED = "pytorch_model.bin"
 TAPS = "eagle_aux_hidden_state_layer_ids"  # what config.json calls the layers that are read
 _SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
 
@@ -67,6 +66,9 @@ class Head:
             if name in weights and weights[name].shape != own.shape:
                 sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
                 raise ExportError(f"'{self.source}' cannot be exported: {name} is {sizes}")
+            if name in weights and not weights[name].is_floating_point():
+                kind = str(weights[name].dtype).removeprefix("torch.")
+                raise ExportError(f"'{self.source}' cannot be exported: its files have integers ({kind}) for {name}")
         report = model.load_state_dict(weights, strict=False)
         if report.missing_keys:
             raise ExportError(f"'{self.source}' cannot be exported: its files lack {report.missing_keys[0]}")
@@ -269,7 +271,7 @@ def _names(source: str) -> set[str]:
 def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
     """All tensors of a head's files, ``renamed`` as its module has them. Raises ExportError."""
     if not (files := _files(source)):
-        raise ExportError(f"'{source}' has no weights (one of: model.safetensors, {PICKLED})")
+        raise ExportError(f"'{source}' has no weights (one of: {WEIGHTS}, {PICKLED})")
     tensors = dict[str, Tensor]()
     for path in files:
         try:
