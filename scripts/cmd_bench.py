@@ -46,7 +46,7 @@ SHORT = "the first rounds measure this device: take more prompts, or longer answ
 
 # As everywhere, but that a bundle's own temperature does not count.
 GREEDY = tuple(
-    (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
+    (flag, given | {"help": "0 is greedy; else 1e-6 to 1e6. [default: 0]"} if flag == "--temperature" else given)
     for flag, given in SETTINGS
 )
 
@@ -54,7 +54,7 @@ GREEDY = tuple(
 @click.command("bench")
 @click.argument("bundle", type=BUNDLE)
 @click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=PROMPT_LINES)
-@click.option("--limit", type=int, metavar="N", help="Only the first N prompts.")
+@click.option("--limit", type=int, metavar="N", help="Only the first N prompts. [default: all]")
 @click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
 @options(GREEDY)
 @options(ENGINE)
