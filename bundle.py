@@ -30,6 +30,10 @@ from .errors import BundleError, shown
 
 FORMAT = 1
 MANIFEST = "leadout.json"
+# Of a checkpoint, and kept in its bundle under the same names.
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
+VOCABULARY = "vocabulary.npz"  # of a draft (runtime/vocabulary.py)
 ROLES = ("target", "draft")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
@@ -179,7 +183,7 @@ class Bundle:
         for entry in self.manifest.files.values():
             check_file(self.path, entry)
         for model in self.manifest.models.values():
-            if not _is_plain(model.directory):
+            if not is_plain(model.directory):
                 raise BundleError(f"{MANIFEST}: model directory '{model.directory}' leaves the bundle")
             for entry in (*model.variants.values(), *model.files.values()):
                 check_file(self.path / model.directory, entry)
@@ -328,7 +332,7 @@ def check_file(folder: Path, entry: FileEntry) -> None:
     """Raise BundleError unless the file is there, inside ``folder``, whole and unchanged."""
     path = folder / entry.file
     try:
-        if not _is_plain(entry.file):
+        if not is_plain(entry.file):
             raise BundleError(f"{MANIFEST}: file '{entry.file}' leaves the bundle; only plain names are allowed")
         if path.is_symlink():
             raise BundleError(f"{path} is a link, which may leave the bundle; copy the files themselves (cp -rL)")
@@ -348,7 +352,8 @@ def dump(manifest: Manifest) -> str:
     return json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False) + "\n"
 
 
-def _is_plain(name: str) -> bool:
+def is_plain(name: str) -> bool:
+    """Whether ``name`` is the name of a file, and no path: it leads out of no directory."""
     return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\:\0")
 
 

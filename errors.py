@@ -67,6 +67,17 @@ def not_installed(error: ModuleNotFoundError) -> ExportError:
     return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or the name of its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def one_line(message: object) -> str:
+    """A message of any number of lines as one line, with single spaces."""
+    return " ".join(str(message).split())
+
+
 def typed(path: object) -> str:
     """A path in a command, as a shell takes it."""
     return shlex.quote(str(path))

@@ -127,15 +127,19 @@ def rate(pair: leadout.Pair, prompts: list[list[int]], options: argparse.Namespa
     def write(prompt: list[int]) -> Any:
         return pair.generate(prompt, ignore_eos=True, **how).stats
 
+    def begin() -> None:
+        """Take a new decoder; warm it up if it is to see all texts."""
+        pair.decoder = Decoder(pair.target, pair.draft, exact=pair.exact, vocabulary=pair.vocabulary)
+        if not options.texts:
+            for _ in range(2):
+                write(prompts[0][::-1])
+            pair.forget()
+
     try:
         with priced(pair, None, options.priced):
             for number, prompt in enumerate(prompts):
                 if number % (options.texts or len(prompts)) == 0:
-                    pair.decoder = Decoder(pair.target, pair.draft, exact=pair.exact, vocabulary=pair.vocabulary)
-                    if not options.texts:
-                        for _ in range(2):
-                            write(prompts[0][::-1])
-                        pair.forget()
+                    begin()
                 stats = write(prompt)
                 tokens += stats.tokens
                 seconds += stats.total_seconds - stats.seconds["prefill"]

@@ -35,7 +35,7 @@ from programs import run as run_program
 from tokenizers import Tokenizer
 
 from leadout.errors import UsageError
-from leadout.runtime.bench import processor
+from leadout.runtime.device import processor
 
 HERE = Path(__file__).parent
 MODELS, EXPORTER = HERE.parent / "models", HERE.parent / "export"

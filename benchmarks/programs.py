@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from leadout.errors import LeadoutError, UsageError
+from leadout.errors import LeadoutError, UsageError, one_line
 from leadout.scripts.options import read_text
 
 
@@ -34,7 +34,7 @@ def run(main: Callable[[], object]) -> None:
 
 def end(reason: str, code: int) -> None:
     """Say why, and leave."""
-    print(f"{Path(sys.argv[0]).name}: {' '.join(reason.split())}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {one_line(reason)}", file=sys.stderr)
     sys.exit(code)
 
 

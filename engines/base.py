@@ -62,12 +62,13 @@ class Logits(Protocol):
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
 
 
-# What the last number of a feature says of its row, where a draft reads blocks: that it is text, of which the rest is
-# known; one of a block behind it, of which nothing is; or padding.
+# The last number of a feature says what its row is, where a draft reads blocks: text, whose feature is the other
+# numbers; part of a block behind the text, which has no feature; or padding.
 TEXT, BLOCK, PADDING = 1.0, 0.0, -1.0
 
-# Tokens of a prompt that go in at once. Beyond some hundreds none is sooner, and activations and scores are held for
-# all of them: 16 rows of 512 took 3.0 GB with a target of 105 M (int8, on two cores), and of 64 as long and 0.7 GB.
+# Tokens of a prompt in one step, a row and altogether. Steps of more than some hundreds are not faster, and they hold
+# activations and scores for all tokens: 16 rows of 512 tokens took 3.0 GB with a target of 105 M (int8, two cores),
+# 16 rows of 64 took 0.7 GB and as long.
 MAX_STEP, MAX_TOGETHER = 512, 1024
 
 
@@ -102,7 +103,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, entry: ModelEntry, narrowest: int, *, trees: bool) -> ModelSpec:
-        """That of a bundle's model in the dialect ``slots``."""
+        """The spec of a bundle's model in the dialect ``slots``."""
         kept = entry.recurrence
         return cls(
             entry.vocab_size,
@@ -175,8 +176,8 @@ class Engine(Protocol):
 
 @runtime_checkable
 class RowEngine(Engine, Protocol):
-    """An engine that takes its first row's next few tokens with as little around them as can be: on a CPU what stands
-    around ``forward`` is a fifth of a small draft's step."""
+    """An engine with a short way for a few tokens of its first row: on a CPU the overhead of ``forward`` is a fifth of
+    a small draft's step."""
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         """``forward`` for S new tokens of row 0: float32 logits [1, S, vocab_size], or of the ``last`` of them alone
@@ -189,7 +190,7 @@ class RowEngine(Engine, Protocol):
 
 @runtime_checkable
 class EvenEngine(Engine, Protocol):
-    """An engine whose steps of one token can do without rounding like wider ones: they are sooner done then."""
+    """An engine whose steps of one token need not round like wider ones: they are faster if they do not."""
 
     even: bool
     """Whether they round alike (``spec.narrowest``). True after ``reset``; may be set between any two steps."""
@@ -197,27 +198,27 @@ class EvenEngine(Engine, Protocol):
 
 @runtime_checkable
 class KeepingEngine(Engine, Protocol):
-    """An engine whose rows outlast a text: what was fed is there until the next ``reset``, and reads a prompt in pieces
-    as it would at once, to the last bit, so that a text that begins like the one before may go on from there."""
+    """An engine whose cache stays valid until the next ``reset``, and which reads a prompt in pieces as it would at
+    once, to the last bit. So a text that begins like the one before it may go on from the cache."""
 
     resets: int | None
-    """How often it was reset: who steps it begins with that, so while this stays the same nobody else did. None where
-    nothing is to be kept."""
+    """How often it was reset. Each caller begins with a reset, so while this is unchanged no other has used the engine.
+    None where the cache is not to be continued."""
 
 
 @runtime_checkable
 class RecordingEngine(Engine, Protocol):
-    """An engine that makes something of the first step of a shape which later ones of it use (a CUDA graph): that takes
-    as long as many of them."""
+    """An engine that records the first step of each shape for later ones to replay (a CUDA graph), which takes as long
+    as many steps."""
 
     recording: float | None
-    """Seconds that this took so far, beyond the steps themselves. None where nothing is made."""
+    """Seconds that recording has taken so far, without the steps themselves. None where nothing is recorded."""
 
 
 @runtime_checkable
 class CommittingEngine(Engine, Protocol):
-    """An engine, if ``spec.recurrent``, some of whose layers keep a state a row, from which no token can be taken out
-    again: what was not committed is kept apart from it."""
+    """An engine (if ``spec.recurrent``) some of whose layers keep a state for each row. No token can be taken out of a
+    state again, so tokens that are not committed are kept apart from it."""
 
     def commit(self, lengths: Sequence[int]) -> None:
         """The first lengths[b] tokens of row b are text: no later step goes back behind them, but to 0."""
@@ -249,8 +250,8 @@ RowStep = Callable[[Sequence[int], int, bool], Logits]
 
 
 def row_step(engine: Engine) -> RowStep | None:
-    """``row_logits`` of an engine that has it. Its class is asked: who wraps an engine, and passes on what he has not
-    himself, would be left out."""
+    """``row_logits`` of an engine whose class has it, else None. (The instance is not asked: a wrapper that passes on
+    all that it does not define would be bypassed.)"""
     return getattr(engine, "row_logits", None) if hasattr(type(engine), "row_logits") else None
 
 

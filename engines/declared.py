@@ -1,5 +1,5 @@
-"""Whether a graph has the inputs and outputs that the manifest says: told when it is opened, by name, and not by what a
-step runs into."""
+"""Checks, when a graph is opened, that it has the inputs and outputs that the manifest describes; else the first step
+would fail with an error of the runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _otherwise(graph: str, how: str) -> BundleError:
 
 
 def _wanted(entry: ModelEntry) -> Iterator[tuple[str, dict[int, int]]]:
-    """Each input or output by name, and the sizes of its axes that are known."""
+    """The name of each input or output that there must be, and the sizes of the axes that the manifest says."""
     for i, layer in enumerate(entry.cache):
         for kind, width in (("key", layer.key_dim), ("value", layer.value_dim)):
             yield f"past_key_values.{i}.{kind}", {1: layer.heads, 3: width}

@@ -1,9 +1,9 @@
-"""Other people's models take a step here: optimum, onnx-community ("concat") and onnxruntime-genai ("genai") graphs.
+"""The engine for graphs of other exporters: optimum and onnx-community ("concat"), onnxruntime-genai ("genai").
 
 Their graphs know one past length for a whole batch (and GroupQueryAttention refuses several rows with a past), so
-rows are run one at a time, each with a cache of its own. That is right for every model, sliding windows and implied
-positions included, and a row's logits do not depend, not even in the last bit, on the batch it sits in. The price:
-the weights are read once a row. For batched verification export the checkpoint with ``leadout export``.
+rows are run one at a time, each with a cache of its own. That is right for every model, also with sliding windows or
+implied positions, and a row's logits do not depend on its batch, not even in the last bit. The price is that the
+weights are read once for each row. For batched verification export the checkpoint with ``leadout export``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..bundle import Model
-from ..errors import EngineError
+from ..errors import EngineError, first_line
 from .base import LogitArray, ModelSpec, Tokens
 from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
 from .foreign_graph import Port, Signature, ort_ports
-from .providers import first_line, onnxruntime, open_session
+from .providers import onnxruntime, open_session
 from .rounding import even_from, uneven
 
 BUCKET = 128
@@ -29,7 +29,7 @@ _CACHES: dict[str, type[ConcatCache] | type[SharedCache]] = {"concat": ConcatCac
 
 
 def require_possible(model: Model, provider: str) -> None:
-    """Raise EngineError where ``provider`` runs no such model, or its dialect is none of these."""
+    """Raise EngineError unless the dialect of ``model`` is known and ``provider`` runs it."""
     name, dialect = model.folder, model.entry.dialect
     if dialect not in _CACHES:
         raise EngineError(f"{name}: dialect '{dialect}' is unknown (one of: slots, {', '.join(_CACHES)})")
@@ -165,7 +165,8 @@ class ForeignEngine:
         return self._out
 
     def _probe(self) -> None:
-        """Two tokens, then one of them again: what the graph cannot do shows now, by name, and not in the loop."""
+        """Take two steps of two tokens, the second after rolling back one: what the graph cannot do fails here, with
+        its name, and not in the loop."""
         with self._naming():
             pair = np.zeros(2, np.int64)
             self._run(self._rows[0], pair, 0, 2)

@@ -46,7 +46,7 @@ class ConcatCache:
 
     def __init__(self, signature: Signature, shapes: tuple[CacheShape, ...], slots: int) -> None:
         self._signature, self._widths = signature, _widths(shapes)
-        self._slots, self.held = slots, 0
+        self.held = 0
         self._full, self._free = self._allocate(slots), self._allocate(slots)
 
     def bind(self, io: Any, past: int, new: int) -> None:
@@ -64,7 +64,7 @@ class ConcatCache:
         full = self._allocate(slots)
         for i in range(len(full)):
             self._view(full, i, self.held)[:] = self._view(self._full, i, self.held)
-        self._full, self._free, self._slots = full, self._allocate(slots), slots
+        self._full, self._free = full, self._allocate(slots)
 
     def copy_from(self, other: RowCache) -> None:
         assert isinstance(other, ConcatCache)

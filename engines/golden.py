@@ -14,6 +14,7 @@ from ..errors import BundleError
 from .base import Features, Tokens
 
 GOLDEN = "golden.npz"
+TOLERANCE = 1e-4  # of logits in float32: absolute up to 1, and relative to the largest above
 
 
 def _needed(field: dataclasses.Field[Any]) -> bool:

@@ -28,8 +28,8 @@ class LogitStore:
         self.serial = 0
 
     def reserve(self, rows: int) -> bool:
-        """Make room for ``rows`` rows of float32. Whether ``address`` is another one now: where there is no memory for
-        more (EngineError), it is what it was, for steps that are kept name it."""
+        """Make room for ``rows`` rows of float32. Returns whether ``address`` has changed. Raises EngineError where
+        there is no memory for more; then ``address`` stays, for prepared steps refer to it."""
         size = 4 * rows * self.vocab_size
         if size <= self._bytes:
             return False
@@ -54,7 +54,8 @@ class LogitStore:
         peaks: LogitArray | None = None,
         tops: Tops | None = None,
     ) -> LazyLogits:
-        """What the step just taken wrote, [rows, wanted, vocab_size]; the others as in DeviceStep."""
+        """The logits of the step just taken, [rows, wanted, vocab_size]; ``greedy``, ``peaks``, ``tops`` as in
+        DeviceStep."""
         self.serial += 1
         step = DeviceStep(self, self.serial, greedy, peaks, tops)
         return LazyLogits(step, np.arange(rows * wanted).reshape(rows, wanted))
@@ -93,7 +94,8 @@ class DeviceStep:
 
 
 class LazyRow:
-    """A LogitRow on a device: if its greedy token and that token's logit are here, only more brings the row over."""
+    """A LogitRow on a device. Its greedy token and that token's logit may be on the host already; to ask for anything
+    else fetches the row."""
 
     __slots__ = ("_place", "_row", "_step")
 

@@ -11,9 +11,9 @@ AVAILABLE = fcntl is not None
 
 
 def lock(handle: int, *, wait: bool) -> bool:
-    """Lock what the descriptor ``handle`` is open on, until it is closed; ``wait`` for whoever has it. Gives whether it
-    was to be had: where another has it, on systems without locks and on disks without them (a network's, say), it is
-    not."""
+    """Lock the file that the descriptor ``handle`` is open on, until it is closed; with ``wait``, wait until it is
+    free. Returns whether it is locked now: not if another process has it, nor on systems or disks without such locks
+    (network disks, say)."""
     if fcntl is None:
         return False
     try:

@@ -21,28 +21,28 @@ _FINE_BUCKET, _COARSE_BUCKET, _GPU_BUCKET, _COARSE_FROM = 128, 512, 2048, 2048
 
 
 def steady(variant: str, provider: str) -> bool:
-    """Whether a row's steps cost by what it holds and not by its capacity: one row's graphs do, and a GPU's attention.
-    (Of a GPU's steps the CUDA graphs last as long as its cache stays where it is.)"""
+    """Whether the time of a step depends on the tokens a row holds and not on its capacity. It does so in graphs for
+    one row, and in attention on a GPU (where CUDA graphs also are valid only while the cache stays in its place)."""
     return variant in ONE_ROW or provider != "cpu"
 
 
 def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
-    """``slots`` rounded up. Growing rebinds every shape, so buckets are large (``coarse``); but where attention costs
-    by capacity they are small while the cache is, and on a ``gpu``, where all is recorded anew, larger from the second
-    on."""
+    """``slots``, rounded up to a bucket. Each growth rebinds every shape, so buckets are large (``coarse``). Where the
+    time of attention depends on the capacity they are small while the cache is small. On a ``gpu``, where each growth
+    records all steps anew, they are larger from the second bucket on."""
     step = _COARSE_BUCKET if coarse or slots > _COARSE_FROM else _FINE_BUCKET
     step = _GPU_BUCKET if gpu and slots > _COARSE_BUCKET else step
     return max(step, -(-slots // step) * step)
 
 
 def buffer_slots(capacity: int, variant: str) -> int:
-    """Those of the buffers: ``gqa_even`` writes a second token, which no length counts, behind a step of one."""
+    """The slots of the buffers: ``gqa_even`` writes one slot more, which no length counts, in steps of one token."""
     return capacity + (variant == "gqa_even")
 
 
 def logit_rows(wanted: int, batch: int) -> int:
-    """Rows of logits that a GPU has room for: those of a draft for each text, or of a long guess. Where that has to
-    grow, it moves, and what was recorded is lost."""
+    """Rows of logits to make room for on a GPU: at least a draft for each text, or one long guess. When the room has to
+    grow it moves, and all recorded steps are lost."""
     return max(wanted, _DRAFTED * batch, _GUESSED)
 
 
@@ -58,7 +58,6 @@ class Buffer(Protocol):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    device: str
 
     @property
     def pointer(self) -> int: ...
@@ -80,8 +79,6 @@ class Buffer(Protocol):
 
 class HostBuffer:
     """A numpy array. Raises EngineError where there is no memory for one."""
-
-    device = "cpu"
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         try:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..bundle import Model
-from ..errors import EngineError
+from ..errors import EngineError, first_line
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
-from .graphs import RECORDING
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, steady
 from .ort_step import Step
-from .providers import first_line
+from .recording import RECORDING
 from .rounding import even_from, uneven
 from .sessions import Sessions
 from .tensorrt.cuda import Cuda

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import Features, LogitArray, Sight, Tokens
-from .graphs import RECORDING, OneThread
 from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
+from .recording import RECORDING, OneThread
 from .tensorrt.cuda import Cuda
 
 WIDEST_GRAPH, MOST_GRAPHS = 64, 256
@@ -27,17 +27,20 @@ _NO_GRAPH = "-1"
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """A binding made once, and the arrays it reads and writes (``logits`` None: on the device ``cuda``).
+    """A binding made once, and the arrays it reads and writes (``logits`` None: they stay on the device ``cuda``).
 
-    ``ids`` and ``places`` are ``tokens`` and ``positions`` as Python writes them soonest. ``least_width`` is one array
-    for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails are read
-    again (``trails.py``). ``given`` [B, S, D] are the features the step gives, which go to their slots in ``kept``
-    [batch, slots, D], and ``beside`` [B, S, D] those it reads, which ``told``, one list for all steps of an engine,
-    holds when it is run (None: none). In a session that records CUDA graphs ``options`` say which graph this is, and
-    ``thread`` where it is taken: a ``recorded`` step reads device memory that ``uploads`` fill from the arrays, and is
-    recorded when it is first run there (``recorders``: threads and not their numbers, which are given anew). Another
-    step on a device has ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies them over when
-    they are bound.
+    ``ids`` and ``places`` are ``tokens`` and ``positions`` in the form that Python writes fastest. ``least_width`` is
+    one array for all steps of an engine. ``anchors`` [B] and ``replayed`` [P] = 0 .. P-1 say which tokens of the trails
+    are read again (``trails.py``).
+
+    ``given`` [B, S, D] are the features that the step gives, which are copied to their slots in ``kept`` [batch, slots,
+    D]; ``beside`` [B, S, D] are those that it reads: what the list ``told``, one for all steps of an engine, holds when
+    the step is run. Each is None where there are no features.
+
+    In a session that records CUDA graphs, ``options`` name the step's graph, and ``thread`` takes its runs. A
+    ``recorded`` step reads device memory, which ``uploads`` fill from the arrays, and is recorded when a thread first
+    runs it (``recorders`` are these threads; their numbers would be used again). Other steps on a device have
+    ``copies``: inputs that are bound anew before each run, for ONNX Runtime copies them when they are bound.
     """
 
     session: Any
@@ -102,7 +105,7 @@ class Step:
         self.ids, self.places = self.tokens.reshape(-1).data, self.positions.reshape(-1).data
 
     def run(self) -> float:
-        """Take the step. The seconds that recording it took beyond that. Raises whatever ONNX Runtime does."""
+        """Take the step. Returns the seconds spent on recording it. Raises whatever ONNX Runtime does."""
         recording = 0.0
         if self.told is not None:
             assert self.beside is not None
@@ -127,9 +130,9 @@ class Step:
         self.beside = None if told is None else np.zeros_like(self.given)
 
     def name_graph(self, recorded: int, thread: OneThread) -> bool:
-        """Say which graph the step becomes where so many are ``recorded``, or that it becomes none: prompts, and shapes
-        beyond the most there may be, for a graph lives as long as its session; and where the session's steps are taken.
-        Returns whether it becomes one."""
+        """Let the step become a CUDA graph, the next after ``recorded`` of them, run by ``thread``. Steps of prompts
+        become none, nor does any beyond MOST_GRAPHS, for a graph lives as long as its session. Returns whether it
+        becomes one."""
         self.thread = thread
         self.recorded = self.tokens.shape[1] <= WIDEST_GRAPH and recorded < MOST_GRAPHS
         self.options = graph_options(recorded + 1 if self.recorded else None)
@@ -145,7 +148,7 @@ class Step:
                 self.binding.bind_ortvalue_input(name, value)
             how = () if self.options is None else (self.options,)
             started = perf_counter()
-            # All at once, so that a step is slow but once: it reads and writes the same again.
+            # All of these runs at once, so that only one step is slow; each reads and writes the same.
             for _ in range(_RUNS_TO_RECORD - 1 if records else 0):
                 self.session.run_with_iobinding(self.binding, *how)
             recording = perf_counter() - started
@@ -160,8 +163,27 @@ class Step:
         logits: tuple[int, int] | None,
         beside: Iterable[tuple[str, str, HostBuffer, HostBuffer]] = (),
     ) -> None:
-        """Bind ids, ``logits`` (where on a device, and how many a row; None: the array), ``cache``, each of whose
-        buffers is read and written in place, and what ``Trails.bindings`` says to bind ``beside``."""
+        """Bind all that the graph reads and writes. ``logits``: their address on a device and their number in a row
+        (None: they go to the array); ``cache``: buffers that are read and written in place, with those of features
+        last, if the step gives any; ``beside``: what ``Trails.bindings`` says."""
+        self._bind_inputs()
+        self._bind_outputs(logits)
+        rows = self.tokens.shape[0]
+        for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):
+            self._bind_cache(f"{i // 2}.{'value' if i % 2 else 'key'}", buffer)
+        for read, written, old, new in beside:
+            self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
+            self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
+
+    def free(self) -> None:
+        """Let go of the binding and of memory on the device."""
+        self.binding = None
+        for address, _ in self.uploads:
+            assert self.cuda is not None
+            self.cuda.free(address)
+
+    def _bind_inputs(self) -> None:
+        """The arrays that the graph has inputs for."""
         names = {value.name for value in self.session.get_inputs()}
         arrays: dict[str, NDArray[Any]] = {
             "input_ids": self.tokens,
@@ -182,6 +204,8 @@ class Step:
                 self.copies.append((name, in_place(arrays[name])))
             else:
                 self.binding.bind_ortvalue_input(name, in_place(arrays[name]))
+
+    def _bind_outputs(self, logits: tuple[int, int] | None) -> None:
         if self.given is not None:
             self.binding.bind_ortvalue_output("features", in_place(self.given))
         if self.logits is not None:
@@ -189,27 +213,18 @@ class Step:
         elif logits is not None:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
-        rows = self.tokens.shape[0]
-        for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):  # the last are features
-            layer = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            if isinstance(buffer, HostBuffer):
-                value = in_place(buffer.array[:rows])
-                self.binding.bind_ortvalue_input(f"past_key_values.{layer}", value)
-                self.binding.bind_ortvalue_output(f"present.{layer}", value)
-            else:
-                place = (buffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-                self.binding.bind_input(f"past_key_values.{layer}", *place)
-                self.binding.bind_output(f"present.{layer}", *place)
-        for read, written, old, new in beside:
-            self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
-            self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
 
-    def free(self) -> None:
-        """Let go of the binding and of memory on the device."""
-        self.binding = None
-        for address, _ in self.uploads:
-            assert self.cuda is not None
-            self.cuda.free(address)
+    def _bind_cache(self, part: str, buffer: Buffer) -> None:
+        """One buffer as ``past_key_values`` and as ``present``; ``part``: a layer and key or value, like ``0.key``."""
+        rows = self.tokens.shape[0]
+        if isinstance(buffer, HostBuffer):
+            value = in_place(buffer.array[:rows])
+            self.binding.bind_ortvalue_input(f"past_key_values.{part}", value)
+            self.binding.bind_ortvalue_output(f"present.{part}", value)
+        else:
+            place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
+            self.binding.bind_input(f"past_key_values.{part}", *place)
+            self.binding.bind_output(f"present.{part}", *place)
 
     def _bind_device(self, name: str, array: NDArray[Any]) -> None:
         assert self.cuda is not None
@@ -226,6 +241,6 @@ def graph_options(number: int | None) -> Any:
 
 
 def in_place(array: NDArray[Any]) -> Any:
-    """An OrtValue that is ``array``, contiguous: nothing is copied. (To bind one takes a third of the time that to bind
-    an address and a shape does.)"""
+    """An OrtValue on the memory of ``array``, which is contiguous. (Binding one takes a third of the time of binding an
+    address and a shape.)"""
     return import_module("onnxruntime").OrtValue.ortvalue_from_numpy(array)

@@ -1,11 +1,10 @@
-"""Decides in pages of which size Linux holds a model's weights, of which every step reads all.
+"""Moves a model's weights to huge pages of Linux, because every step reads all of them.
 
-In pages of 4 KiB those of 105 M parameters in int8 are 25,000 addresses to look up, more than a processor remembers,
-and it stops reading ahead at the end of each. Linux gives huge pages to those who ask, but onnxruntime does not ask. So
-it is asked here to move what is there: steps of models of 15, 105 and 492 M parameters in int8 take 9, 6 and 7 % less
-for one token, 3, 5 and 7 for five (docs/notes.md). To move a gigabyte takes 0.2 s, in a virtual machine up to
-2.5, so it is done bit by bit, between texts.
-"""
+In pages of 4 KiB the weights of 105 M parameters in int8 are 25,000 pages, more than a processor's table of addresses
+holds, and reading ahead stops at the end of each. Linux gives huge pages to programs that ask for them, which
+onnxruntime does not. So they are asked for here, for weights that are loaded already: steps of models of 15, 105 and
+492 M parameters in int8 take 9, 6 and 7 % less for one token, 3, 5 and 7 % less for five (docs/notes.md). To move a
+gigabyte takes 0.2 s, in a virtual machine up to 2.5 s, so it is done in small parts, between texts."""
 
 from __future__ import annotations
 
@@ -36,15 +35,16 @@ class Pages:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """Around the opening of a session: what the process has more of afterwards is that session's."""
+        """Around the opening of a session: memory that the process has afterwards and had not before holds its
+        weights."""
         before = anonymous() if self._size else []
         yield
         if self._size:
             self._small += places(beyond(anonymous(), before), self._size)
 
     def settle(self) -> None:
-        """Before a prompt: move some of the weights to huge pages, for 0.1 s at most and, all told, for a twentieth of
-        the time since there were any: who writes one answer and is gone does not pay for what it will not use."""
+        """Before a prompt: move some of the weights to huge pages, for at most 0.1 s, and altogether for at most 1/20
+        of the time since the first were loaded: a process that writes one short answer would not profit from more."""
         if not self._small:
             return
         now = started = perf_counter()

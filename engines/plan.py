@@ -12,13 +12,13 @@ from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from . import foreign, variants
 from .base import MAX_STEP, ModelSpec
+from .golden import GOLDEN
 from .memory import bucket, logit_rows, steady
-from .tensorrt.buildable import require_buildable
+from .tensorrt.buildable import PRECISIONS, require_buildable
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
-PRECISIONS = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # bytes a weight of an engine
+_WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # of an engine
 MOST_ROWS, MOST_DRAFTED = 4096, 64  # the latter by a tree; by text that repeats 63, else 16
-_GOLDEN = "golden.npz"
 _LIVE = 16  # hidden-sized activations a token that are alive at once, measured on Llama graphs
 _KERNELS = 8 << 20  # what an engine holds beside its weights, measured with TensorRT-RTX 1.7
 
@@ -37,7 +37,7 @@ class Load:
 
     def __post_init__(self) -> None:
         """Raises UsageError naming the legal range."""
-        for name, choices in (("provider", PLANNED), ("precision", tuple(PRECISIONS))):
+        for name, choices in (("provider", PLANNED), ("precision", PRECISIONS)):
             if (value := getattr(self, name)) is not None and value not in choices:
                 raise UsageError(f"{name} '{value}' is unknown (one of: {', '.join(choices)})")
         if self.precision is not None and not self.built:
@@ -171,9 +171,9 @@ def _weights(model: ModelEntry, load: Load) -> int:
     if load.built:
         table = min(model.parameters, int(model.vocab_size * _hidden(model)))  # the embedding stays 16 bits wide
         rest = model.parameters - table
-        size = PRECISIONS[load.engine_precision]
+        size = _WEIGHT_BYTES[load.engine_precision]
         return _KERNELS + int(rest * size + table * max(size, 2.0))
-    stored = sum(entry.bytes for name, entry in model.files.items() if name != _GOLDEN)
+    stored = sum(entry.bytes for name, entry in model.files.items() if name != GOLDEN)
     if model.dialect != "slots":
         stored += model.variants["canonical"].bytes  # where weights may be, too
     if load.provider != "cpu":

@@ -1,4 +1,4 @@
-"""Decides nothing: engines whose steps take what a table says, on a clock of its own, for tests and benchmarks.
+"""Engines whose steps take the time that a table says, on a clock of their own: for tests and benchmarks.
 
 What a machine measures differs by the minute; what a controller makes of a table does not.
 """

@@ -1,4 +1,4 @@
-"""Which onnxruntime is installed, what it can run on, and how a session is opened: no engine asks it anything else."""
+"""Which onnxruntime is installed, what it can run on, and how a session is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ..errors import EngineError
+from ..errors import EngineError, first_line
 from .saturation import EXACT_SUMS, saturates
 
 DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
@@ -46,13 +46,15 @@ _FATAL_ONLY = 4  # onnxruntime writes to stderr from C++; what it raises is told
 
 def installed() -> dict[str, str]:
     """The onnxruntime distributions that are installed, name to version."""
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name in DISTRIBUTIONS if (version := version_of(name)) is not None}
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a Python distribution; None if it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def onnxruntime() -> Any:
@@ -141,8 +143,8 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
 
 
 def _never_end() -> None:
-    """Keep all sessions of a process that was forked to its very end: the threads that their ends wait for are its
-    parent's alone."""
+    """Keep the sessions of a forked process alive until it ends: to close one would wait for threads that exist only in
+    its parent."""
     for session in _OPEN:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
@@ -182,9 +184,3 @@ def read_weights_in_place(options: Any) -> None:
     """Let a session of ``options`` neither pack weights nor fold what is made of them alone."""
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", _LARGEST_FOLD)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, for messages of one line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""From which width on a graph's steps round alike on this processor: it is tried, not looked up.
+"""Finds out, by trying, from which width on the steps of a graph round alike on this processor.
 
 A kernel computes some rows, or some terms of a sum, in blocks, and what is left over in another way. On x86 one token
 alone rounds differently inside attention (and in int4 products where there is no AVX-512); wider steps are alike, as
@@ -43,7 +43,7 @@ def even_from(engine: Engine, least: int) -> int | None:
 
 
 def uneven(name: str, instead: str = "take variant auto") -> EngineError:
-    """What there is to say where no two widths of graph ``name`` agree, and what may help."""
+    """The error for a graph ``name`` whose steps round differently at every width; ``instead``: what may help."""
     return EngineError(
         f"{name}: on this processor its steps round by their width, so no answer would be the target's own, token for"
         f" token: {instead}, or do without (--no-exact, exact=False)"

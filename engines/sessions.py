@@ -9,9 +9,9 @@ from typing import Any
 from ..bundle import FileEntry, Model, check_file
 from ..errors import BundleError, EngineError
 from .declared import require_declared
-from .graphs import OneThread
 from .pages import Pages
 from .providers import open_session
+from .recording import OneThread
 
 RECORDABLE = "cuda, of models without features or recurrent layers"
 
@@ -58,8 +58,8 @@ class Sessions:
         return self.kept[which]
 
     def _require_the_same(self, described: FileEntry) -> None:
-        """Raise BundleError for a file that is not the one which was there first. What is open goes on with what it has
-        read: beside the graphs of another export it would be no model's."""
+        """Raise BundleError if a file is not the one that was there when the bundle was opened. Sessions that are open
+        go on with what they have read, and must not be mixed with graphs of another export."""
         path = self._model.folder / described.file
         if (now := stamp(path)) != self._stamps[described.file]:
             try:
@@ -87,7 +87,7 @@ class Sessions:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """What is sooner said of a file than its SHA-256, and differs if it was put in the place of another."""
+    """Numbers that change when a file is replaced, and are read faster than its SHA-256 is computed; () without one."""
     try:
         found = path.stat()
     except OSError:

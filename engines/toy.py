@@ -1,4 +1,4 @@
-"""Decides nothing: an engine without weights, whose next-token law is known exactly, for tests and demonstrations."""
+"""An engine without weights, whose next-token law is known exactly: for tests and demonstrations."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class Trails:
         self._committed[: len(lengths)] = lengths
 
     def turn(self, past: Sequence[int], width: int) -> Turn:
-        """What a step of ``width`` tokens a row on ``past`` reads. Raises EngineError for a length behind an anchor,
-        and for a step too wide for the trails."""
+        """The Turn of a step of ``width`` tokens a row on top of ``past``. Raises EngineError for a length before a
+        row's anchor, and for a step that is too wide for the trails."""
         if not self._there:
             return NO_TURN
         if width > self._kept.widest:
@@ -74,8 +74,8 @@ class Trails:
         return 1 << max(0, behind - 1).bit_length(), self._at[0]
 
     def took(self, past: Sequence[int], width: int) -> None:
-        """The step was taken: the states that it wrote stand at ``past``. They are taken over where that is committed,
-        or where the trails might not hold a widest step beside what is behind."""
+        """The step was taken: the states that it wrote stand at ``past``. They replace the old ones if ``past`` is
+        committed in all rows, or if the trails could not hold another step of full width in addition."""
         if not self._there:
             return
         side, anchors = self._at

@@ -33,7 +33,7 @@ class Worker:
         return self._thread is not None and self._process == os.getpid()
 
     def begin(self, work: Callable[[], None]) -> Outcome:
-        """Have ``work`` done after all that was begun before: what it raised can be got then, or None."""
+        """Have ``work`` done after all earlier work. The Outcome then gives what it raised, or None."""
         if not self.running:
             self._start()
         done = Outcome()

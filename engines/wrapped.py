@@ -1,4 +1,4 @@
-"""Decides nothing: an engine around another, for who wants to know of its steps or to say what they take."""
+"""An engine around another one, for subclasses that observe its steps or decide what they take."""
 
 from __future__ import annotations
 

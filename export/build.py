@@ -1,4 +1,4 @@
-"""How a pair of checkpoints becomes a bundle: in which order, what is checked after which step, and nothing by halves.
+"""Exports a pair of checkpoints to a bundle: the order of the steps, and what is checked after which.
 
 Everything is written beside the destination (``writing.aside``); any failure removes it.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..bundle import ModelEntry, file_entry
+from ..engines.golden import GOLDEN
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .capture.refusals import context_length, is_recurrent
@@ -40,13 +41,13 @@ from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .graphs.experts import never_alone, unrounded_experts
 from .graphs.passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .graphs.quantize import ROUNDINGS, quantize
-from .graphs.rewrite import let_go
+from .graphs.rewrite import graph_inputs, let_go
 from .graphs.smooth import observe, smooth
 from .graphs.tree import to_tree, to_tree_gqa
 from .parity import ImprecisionError, check_graph
 from .writing import aside, destination, write_manifest
 
-GRAPH, BLOB, GOLDEN, SCRATCH = "model.onnx", "model.onnx.data", "golden.npz", "scratch"
+GRAPH, BLOB, SCRATCH = "model.onnx", "model.onnx.data", "scratch"
 FITTED = (8, 64)  # rows that the model writes, and tokens of each, for roundings to be fitted to
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "gqa": to_gqa,
@@ -126,7 +127,8 @@ def export_pair(
 
 
 def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progress) -> None:
-    """What decoding needs besides weights; tells of what is left out or read otherwise, and what comes next."""
+    """Copy what decoding needs besides weights into ``folder``; tell ``progress`` what is left out or read
+    differently."""
     theirs = open_tokenizer(target)
     save_texts(target, folder, theirs)
     keep_readable(folder, progress)
@@ -160,7 +162,7 @@ def _check_halves(config: Any, option: str, precisions: Sequence[str]) -> None:
 
 
 def _head_of(choice: DraftChoice, target: Any) -> Head | OwnLayers | None:
-    """The draft, if it is a head that reads its target's features; ``target``: that one's configuration."""
+    """The draft, if it is a head that reads its target's features; ``target``: the target's configuration."""
     if choice.made == "mtp":
         return own_layers(choice.source, target)
     return read_head(require_there(choice.source), target) if choice.made == "checkpoint" else None
@@ -221,10 +223,10 @@ def _canonical(
     read: Truth | None = None,
     reader: Checkpoint | None = None,
 ) -> Canonical:
-    """A checkpoint, which is of no more use then, as a canonical graph in ``folder``; ``fitted``: with rows for
-    roundings to be fitted to. For a draft ``ids`` say which tokens it gives the logits of, and ``ends`` are the
-    target's that end a text; ``read`` is what the target says, if the draft is a head that reads its features, and
-    ``reader`` is that head, for the target."""
+    """Make a checkpoint a canonical graph in ``folder``; the checkpoint cannot be used afterwards. ``fitted``: also let
+    it write rows, to which roundings are fitted. For a draft, ``ids`` say which tokens' logits it gives, and ``ends``
+    are the target's tokens that end a text. If the draft is a head that reads the target's features, ``read`` is what
+    the target says (given with the head), and ``reader`` is the head (given with the target)."""
     checkpoint.require_finite()
     progress(f"{folder.name}: reference logits of {checkpoint.architecture}")
     its = None if reader is None else reader.model
@@ -247,8 +249,8 @@ def _of_draft(
     *,
     fitted: bool,
 ) -> Canonical:
-    """``_canonical`` of the draft of ``target``, whose graph is of no more use then, beside that: of ``reader``, a head
-    that reads its features, or of a model."""
+    """``_canonical`` of the draft of ``target``: of ``reader``, a head that reads its features, or of a model. The
+    graph of the target is removed."""
     folder = target.graph.parent.with_name("draft")
     shutil.rmtree(target.graph.parent)
     progress(f"draft: reading {choice.source}")
@@ -325,8 +327,8 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
 
 
 def _save(canonical: Canonical, place: Path, precision: str) -> tuple[ir.DataType | None, str]:
-    """Write the canonical graph in a precision, weights and all. Returns the type of its cache, and what is to be said
-    of weights that the precision leaves as they were."""
+    """Write the canonical graph in ``precision``, with its weights. Returns the type of its cache, and a note on
+    weights that stay as they were; empty if there are none."""
     graph = ir.load(canonical.graph)
     if canonical.written is not None and (rounding := ROUNDINGS.get(precision)) is not None:
         smooth(graph, observe(canonical.graph, canonical.written), rounding)
@@ -336,11 +338,11 @@ def _save(canonical: Canonical, place: Path, precision: str) -> tuple[ir.DataTyp
     note = _left_in_float(graph, precision) if precision in ROUNDINGS else ""
     ir.save(graph, place, external_data=BLOB)
     let_go(graph)
-    return next(v.dtype for v in graph.graph.inputs if v.name == "past_key_values.0.key"), note
+    return graph_inputs(graph)["past_key_values.0.key"].dtype, note
 
 
 def _left_in_float(graph: ir.Model, precision: str) -> str:
-    """What there is to say of experts that ``quantize`` left alone."""
+    """A note on experts that ``quantize`` left in float32; empty if there are none."""
     if not (left := unrounded_experts(graph)):
         return ""
     rule = f"{precision} takes gates of SiLU or as gpt-oss has them, and products of whole blocks of 32"

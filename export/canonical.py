@@ -1,7 +1,7 @@
 """How a checkpoint becomes a canonical graph on disk: captured, simplified, packed, and checked after each.
 
-From its capture on a model's weights are files that are mapped, and torch lets go of its own; these graphs are checked
-with their weights in the file. So nobody holds all of a model in float32 (``stored.py``, ``pieces.py``).
+From the capture on, a model's weights are mapped from files, torch's copies are freed, and graphs are checked with the
+weights left in the file. So a whole model in float32 is never in memory (``stored.py``, ``pieces.py``).
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ STEP = 5  # tokens that are looked at together behind a past, or as many as a ro
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Truth:
-    """Token rows [R, T] int64 and the logits [R, T, V] float32 that transformers gives after each token; where a head
-    reads them, the ``features`` [R, T, D] of each; of a head itself, those it reads ``beside`` each. Of one that drafts
-    blocks, what it says [R, STEP, V] of the ``block`` [R, STEP] behind row r's first ``starts()[r]`` tokens."""
+    """What transformers says: token rows [R, T] int64 and the logits [R, T, V] float32 after each token. ``features``
+    [R, T, D]: of each token, where a head reads them, or as a head itself gives them; ``beside`` [R, T, D]: those that
+    a head reads beside each token. Of a head that drafts blocks, ``block`` [R, STEP] are the tokens of a block after
+    row r's first ``starts()[r]`` tokens, and ``said`` [R, STEP, V] are its logits."""
 
     tokens: NDArray[np.int64]
     logits: NDArray[np.float32]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from ..errors import LeadoutError, not_installed
-
-PRECISIONS = ("fp32", "fp16", "int8", "int4")
+from ..errors import LeadoutError, not_installed, one_line
+from .drafts.choice import PRECISIONS, number_or_word
 
 
 class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # optimum ships no types
@@ -49,7 +48,6 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
 
     def _export(self) -> Path:
         from .build import export_pair
-        from .drafts.choice import number_or_word
 
         args = self.args
         return export_pair(
@@ -66,7 +64,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         )
 
     def _refuse(self, error: LeadoutError) -> None:
-        self.parser.exit(error.exit_code, f"{self.parser.prog}: {' '.join(str(error).split())}\n")
+        self.parser.exit(error.exit_code, f"{self.parser.prog}: {one_line(error)}\n")
 
 
 def _end(number: int, frame: object) -> None:

@@ -1,11 +1,11 @@
-"""Is an exported model the model transformers has? Measured on the real engine, in every situation decoding meets.
+"""Checks that an exported model computes what transformers does, on the real engine and in each situation of decoding.
 
-Truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations:
-a prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. Where the engine
-takes them, a fifth: those five tokens among siblings, as a branch of a tree. In float32, where every model begins, the
-first three again in a roomy cache: what is attended to may depend on positions, never on how many slots there are.
-Features, where a model gives them, are looked at after the first two; what a head says that drafts blocks, at last.
-"""
+The truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations: a
+prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. If the engine takes
+trees, a fifth: the five tokens as one branch among siblings. In float32, in which each model is checked first, the
+first three are repeated in a roomy cache: attention may depend on positions, but never on the number of slots.
+Features, if the model gives any, are compared after the first two situations, and the blocks of a head that drafts
+blocks at the end."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine
 from ..engines.base import BLOCK, PADDING, FeatureEngine, TreeEngine
+from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
 
 ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
-TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
 LOOSE_DIVERGENCE, LOOSE_AGREEMENT, LOOSE_FEATURES = 1.0, 0.5, 1.0
 

@@ -1,4 +1,4 @@
-"""How a bundle comes into being whole or not at all: written beside its place, then renamed. Needs no torch."""
+"""Writes a bundle completely or not at all: beside its place first, then it is renamed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,25 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ..bundle import FORMAT, MANIFEST, Manifest, ModelEntry, check_manifest, dump, file_entry
+from ..bundle import (
+    CHAT_TEMPLATE,
+    FORMAT,
+    GENERATION_CONFIG,
+    MANIFEST,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Manifest,
+    ModelEntry,
+    check_manifest,
+    dump,
+    file_entry,
+)
 from ..engines import locks
 from ..errors import BundleError, ExportError
 
 _TRIES = 100  # to take a place that others want
 # What decoding needs of a model's directory besides weights.
-TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
 
 
 def destination(out: str | Path) -> Path:
@@ -90,7 +102,8 @@ def _beside(place: Path, process: int) -> tuple[Path, Path]:
 
 
 def _discard(place: Path, process: int) -> None:
-    """Remove what a process has beside ``place``; a bundle that has lost its place to none comes back."""
+    """Remove what a process has beside ``place``. A bundle that it moved away without putting another there comes
+    back."""
     folder, old = _beside(place, process)
     if old.exists() and not place.exists():
         with _named(place):

@@ -1,1 +1,1 @@
-"""How two models write a text: the loop, and the face that users see. No torch, no runtime by name."""
+"""How two models write a text: the decoding loop and the interface for users. Needs no torch, names no runtime."""

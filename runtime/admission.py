@@ -82,13 +82,14 @@ class Admission:
         self.commons = Commons()
 
     def forget(self) -> None:
-        """No row that is made from now on knows of those before."""
+        """Rows that are made from now on know nothing of earlier ones."""
         self.commons = Commons()
         if self._grammars is not None:
             self._grammars.forget()
 
     def grammar(self, settings: Settings, eos: Collection[int]) -> Grammar | None:
-        """What binds an answer that ends at ``eos``. Raises UsageError for what cannot be compiled."""
+        """The grammar that an answer ending at ``eos`` must follow; None if none was asked for. Raises UsageError for
+        what cannot be compiled."""
         if settings.asked_grammar is None:
             return None
         if self._grammars is None:
@@ -104,7 +105,7 @@ class Admission:
         eos: Collection[int],
         matchers: Callable[[int], StopMatcher | None] | None,
     ) -> Row:
-        """Of request ``index``, which ends at ``eos`` or where ``matchers(index)`` says."""
+        """The row of request ``index``, whose answer ends at ``eos`` or where ``matchers(index)`` says."""
         spec = self._spec
         ends = frozenset(settings.stop_token_ids) | (frozenset() if settings.ignore_eos else frozenset(eos))
         seed = sample.seed if settings.seed is None else settings.seed
@@ -123,9 +124,9 @@ class Admission:
         )
 
     def _stream(self, settings: Settings, sample: Sample) -> int:
-        """Which of a seed's noise streams the request draws from: the sample's own, where that repeats a text. Guesses
-        and lengths that come of other texts may come of the seed's numbers: to draw with these again would be biased,
-        so such a request gets a stream that none before it had."""
+        """Which of a seed's noise streams the request draws from: the sample's own if a seed repeats a text under these
+        settings. Otherwise guesses and draft lengths depend on other texts, which may have been drawn with the same
+        numbers; to test them with those numbers again would be biased, so the request gets a stream that is new."""
         return sample.number + (0 if settings.repeatable else MAX_ANSWERS * next(self._unrepeatable))
 
     def _policy(self, settings: Settings, kind: Kind) -> Policy:
@@ -149,7 +150,7 @@ class Admission:
 
 
 def ending(grammar: Grammar | None, stop: StopMatcher | None) -> StopMatcher | None:
-    """``stop``, which also says where an answer is complete that no token can end."""
+    """``stop``, which also ends an answer that is complete by its grammar where the target has no end token."""
     if grammar is None or grammar.ends:
         return stop
 

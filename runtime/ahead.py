@@ -87,8 +87,9 @@ def _why(model: ModelDrafter) -> str:
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """Work on ``row`` that began when its text had ``start`` tokens: ``supposed`` is what the round would commit (its
-    drafts, then the bonus token once it is guessed), ``draft`` what would be proposed after that."""
+    """Drafting ahead for ``row``, begun when its text had ``start`` tokens. ``supposed`` are the tokens that the round
+    is supposed to commit (its drafts, then the bonus token once that is guessed), ``draft`` is the next draft, made
+    after them."""
 
     row: Row
     start: int
@@ -97,11 +98,11 @@ class _Run:
 
 
 class AheadDrafter:
-    """A ModelDrafter that goes on in a thread of its own while the target steps, when one row is live.
+    """A ModelDrafter that goes on drafting, in a thread of its own, while the target steps.
 
-    (A step is a rectangle: in a batch a single row that was guessed wrong costs the steps all the same.) Nor where the
-    draft is a tree, of which no one branch is likely to be kept whole. ``tried`` counts the rounds that were worked on
-    ahead, ``kept`` the drafts that were of use.
+    It does so only while a single row is live (a step of a batch is a rectangle: one row that was guessed wrong makes
+    it as long as if all were), and never where the draft is a tree, for hardly any branch is kept whole. ``tried``
+    counts the rounds in which it drafted ahead, ``kept`` those of these drafts that were used.
     """
 
     watches = True
@@ -121,7 +122,8 @@ class AheadDrafter:
         return {"tried": self.tried, "kept": self.kept}
 
     def rest(self) -> None:
-        """Wait until nothing is worked on: who was interrupted while the worker made a step has not waited for it."""
+        """Stop drafting ahead and wait until the worker is idle. (A caller that was interrupted during a step of the
+        worker did not wait for its end.)"""
         self._stop = True
         self._worker.rest()
 
@@ -165,8 +167,8 @@ class AheadDrafter:
 
     @contextmanager
     def meanwhile(self, rows: Items[Row], drafts: Items[Draft]) -> Iterator[None]:
-        """Around the target's step that verifies ``drafts``. The worker is at rest before and after. Raises what the
-        draft model raised, if the target did not."""
+        """Draft ahead during the target's step that verifies ``drafts``; the worker is idle before and after it.
+        Raises what the draft model raised, unless the step itself raises."""
         began = perf_counter()
         work = self._begin(rows, drafts)
         try:
@@ -201,7 +203,7 @@ class AheadDrafter:
         return min(len(draft.tokens), row.sequence.room - committed - 1, self._model.room(row) - committed)
 
     def _end(self, work: Outcome | None) -> BaseException | None:
-        """Let the worker finish its step and no more."""
+        """Stop the worker after the step it is in. Returns what ``work`` raised, if anything."""
         self._stop = True
         return None if work is None else work.get()
 
@@ -220,8 +222,7 @@ class AheadDrafter:
             self._model.resume(supposed, length, run.draft)
 
     def _settle(self, length: int) -> Draft:
-        """What there is of the only row's draft, once it is known what was committed: nothing, or what was made
-        ahead."""
+        """The draft that was made ahead for the only row, if the text went on as supposed; else an empty draft."""
         run, self._run = self._run, None
         if run is None:
             return Draft()
@@ -236,8 +237,8 @@ class AheadDrafter:
 
 
 class Foresight(Sampler):
-    """Guesses what the target will add in the round at ``start`` if it keeps every draft: its own choice where that
-    follows from seed and text; else what the coin of that draw gives with q in place of p."""
+    """Guesses which token the target will add in the round at ``start`` if it keeps every draft: the draft's own choice
+    where the rule is deterministic; else the token that the target's random number for it draws from q instead of p."""
 
     def __init__(self, sampler: Sampler, start: int) -> None:
         super().__init__(sampler.rule, sampler.chain, sampler.noise)
@@ -251,7 +252,7 @@ class Foresight(Sampler):
 
 
 def suppose(row: Row, tokens: Items[int]) -> Row:
-    """``row`` as if ``tokens`` were committed. Nothing of it that changes is shared, but the noise."""
+    """``row`` as if ``tokens`` were committed. Of its mutable parts only the noise is shared with ``row``."""
     chain = row.sampler.chain.fork()
     chain.extend(tokens)
     sequence = dataclasses.replace(row.sequence, tokens=[*row.sequence.tokens, *tokens])
@@ -259,13 +260,14 @@ def suppose(row: Row, tokens: Items[int]) -> Row:
 
 
 class Worth:
-    """Whether working ahead pays on this device: two stretches of rounds, without and with it, each round by its
-    seconds over what it would have cost without, for drafts differ in length. The better way is taken, then tried
-    against the other again after 128 rounds, 256, ... 1024 as long as it stays the better one.
+    """Whether drafting ahead pays on this device. Two stretches of rounds are compared, one without it and one with it;
+    each round counts as its seconds divided by those that the cost table gives a round without it (drafts differ in
+    length). The faster way is used from then on, and compared again after 128 rounds, then 256, up to 1024, for as
+    long as it stays the faster one.
 
-    The first rounds of a stretch do not count (a kept draft saves time in the round after), nor do its two slowest
-    (first calls at a new shape). What a round costs, by its context, is kept as it was before the stretches: the table
-    follows what is done.
+    The first rounds of a stretch do not count (a draft that is kept saves time in the round after), nor do its two
+    slowest (first calls at a new shape). The cost table is copied before the stretches, because later measurements
+    would include the effect of drafting ahead.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -276,7 +278,8 @@ class Worth:
         self._left, self._rest = _STRETCH, _FIRST_REST  # costs are measured first
 
     def record(self, length: int, seconds: float, past: int = 0) -> None:
-        """A round on ``past`` tokens drafted ``length`` with the model; draft and target together took ``seconds``."""
+        """A round on a context of ``past`` tokens, whose draft model drafted ``length`` tokens, took ``seconds`` for
+        draft and target together."""
         if not self._ratios:
             self._left -= 1
             if self._left <= 0:

@@ -1,4 +1,4 @@
-"""What comes of a prompt: a ``Stream`` of ``Piece``s as it is written, and the ``Result`` it ends in."""
+"""What a caller gets for a prompt: a ``Stream`` of ``Piece``s as the answer is written, and its ``Result``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .text import TextStream
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """What a round brought, in runs of one author: text to show, its token ids, whether the draft proposed them.
+    """Neighbouring tokens of one round that have one author: the text to show, the token ids, and whether the draft
+    proposed them.
 
-    Text that may still become a stop string, or an unfinished character, comes with a later piece: ``text`` may be
+    Text that may still become a stop string, and an unfinished character, come with a later piece, so ``text`` may be
     empty. Joined, the pieces' texts are ``Result.text`` and their ids ``Result.token_ids``.
     """
 
@@ -32,13 +33,14 @@ class Result:
 
     ``text`` is without the prompt, special tokens and the stop string; ``token_ids`` end with the token that ended the
     answer (EOS, a stop token, or the one that completed a stop string). ``finish_reason``: stop, length
-    (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written the same tokens
-    to the last (greedy, coupled) or drawn from the same law, as its steps of one token or more round (rejection,
-    block): not so in a tree, whose numbers are rounded in another order, nor where something drafts for a pair that was
-    loaded with ``exact=False``, whose steps round as is fastest. ``distance``: how far, on average, the law of
-    a token was from the target's (total variation; 0 unless the rule is lossy). ``seed`` is what was drawn with, None
-    if nothing was; ``draft`` says who proposed. ``sample`` is its number among the n answers to a prompt: with the same
-    seed it is the same answer whatever n is, and number 0 is the one without n.
+    (max_new_tokens) or context (the model's limit). ``lossless``: the target alone would have written exactly these
+    tokens (rules greedy and coupled), or the tokens were drawn from the target's law, up to how steps of different
+    widths round (rejection, block). It is False for trees, whose sums are rounded in another order, and where something
+    drafts for a pair that was loaded with ``exact=False``, whose steps round in whatever way is fastest. ``distance``:
+    how far, on average, the law of a token was from the target's (total variation; 0 unless the rule is lossy).
+    ``seed`` is the one the answer was drawn with, None if nothing was drawn; ``draft`` says who proposed. ``sample`` is
+    the answer's number among the n answers to its prompt: with the same seed it is the same answer whatever n is, and
+    number 0 is the answer that is given without n.
     """
 
     text: str
@@ -77,7 +79,7 @@ class Stream(Iterator[Piece]):
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """One answer in the making, the ``index``-th of its call: ids and text that are already given out."""
+    """An answer in the making, the ``index``-th of its call: its tokens so far, and how many characters were shown."""
 
     index: int
     settings: Settings
@@ -87,7 +89,7 @@ class Answer:
     shown: int = 0
 
     def pieces(self, event: Event) -> Iterator[Piece]:
-        """Take the round's tokens and give them out; changes ``token_ids`` and ``shown``."""
+        """Take the tokens of a round and yield them as pieces; changes ``token_ids`` and ``shown``."""
         self.text.keep(len(self.token_ids) + len(event.tokens))
         if event.finish_reason is not None:
             self.text.close()
@@ -99,7 +101,7 @@ class Answer:
             self.shown = end
 
     def take(self, event: Event) -> None:
-        """Take the round's tokens: nobody asks for the text before it is whole."""
+        """Take the tokens of a round without showing them, where only the finished text is wanted."""
         self.token_ids += [token_id for token_id, _ in event.tokens]
         self.text.keep(len(self.token_ids))
         if event.finish_reason is not None:

@@ -8,7 +8,6 @@ asks for another).
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from collections import Counter, defaultdict
@@ -21,11 +20,12 @@ import numpy as np
 
 from ..engines import Engine, Logits, Tokens
 from ..engines.base import Sight
+from ..engines.providers import version_of
 from ..engines.wrapped import Wrapped
 from .controller.costs import Costs, Step
 from .controller.tempo import Tempo
-from .controller.tuned import processor
 from .decoder import Decoder
+from .device import processor
 from .divergence import first_divergence
 from .pair import Pair
 from .samples import Sample, check_sample
@@ -36,10 +36,11 @@ TIMED_STEPS = 9
 
 
 class Timed(Wrapped):
-    """An engine that notes when it was at work in rounds, as (from, to) in ``spans``: a step wider than any draft, or
-    on an empty cache, is a prompt's and not counted; nor, where prompts go in by fewer tokens than that, is one of
-    several tokens of which the last one's logits are wanted. (A draft that catches up with others' tokens in such a
-    step looks like a prompt, too.) Around a small model's step every call counts, so there are as few as can be."""
+    """An engine that notes when it worked on rounds, as (from, to) in ``spans``. Steps that read a prompt are not
+    noted: those wider than any draft, those on an empty cache, and, where the engine takes prompts in narrower steps
+    than that, those of several tokens of which only the last one's logits are wanted. (A draft that catches up with
+    others' tokens in such a step looks like a prompt, too.) Each call here adds to a small model's step, so there are
+    few."""
 
     def __init__(self, engine: Engine, spans: list[tuple[float, float]]) -> None:
         super().__init__(engine)
@@ -70,7 +71,7 @@ class Timed(Wrapped):
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Seconds in at least one of ``spans``: a draft that works ahead does so beside the target."""
+    """Seconds that lie in at least one of ``spans``, which overlap where a draft model works while the target does."""
     total, end = 0.0, 0.0
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -80,8 +81,8 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """What one side did: wall seconds (``walls``: of each group, after its prompts), those of the prompt, those of
-    rounds inside engines, its counters and tokens."""
+    """What one side did: its seconds altogether (``wall``; ``walls``: of each group, without its prompts), on prompts,
+    and inside engines during rounds; its counters, and the tokens of each answer."""
 
     wall: float = 0.0
     prompt: float = 0.0
@@ -209,7 +210,8 @@ class Bench:
         return report | self._identity(prompts, groups, totals) | surroundings()
 
     def _identity(self, prompts: Group, groups: list[Group], totals: dict[str, Totals]) -> dict[str, Any]:
-        """Same tokens as the target alone (exact); where the width-1 side differs from it: near-tie or fault."""
+        """Whether the answers are those of the target alone, exact; and where the plain side, whose steps are one token
+        wide, differs from these: by a near-tie or a fault."""
         if self.settings.acceptance_rule not in ("greedy", "coupled") or self.settings.branches:
             return {"identical_outputs": None, "plain_divergences": None}
         reference: list[list[int]] = []
@@ -227,8 +229,8 @@ class Bench:
         }
 
     def _prediction(self, totals: dict[str, Totals], rows: int) -> dict[str, Any]:
-        """What the cost tables say the measured rounds took, which are what every draft length is chosen from: the
-        speedup that follows, and the share of each side's time that is in no table (slow outliers, the caller)."""
+        """What the cost tables, from which every draft length is chosen, say that the measured rounds took: the speedup
+        that follows from them, and the share of each side's time that they do not explain (outliers, the caller)."""
         if self.settings.branches:  # the tables are of chains
             return {"predicted_speedup": None, "unaccounted": {}, "cost_ms": self._costs(rows)}
         predicted, unaccounted = {}, {}
@@ -245,7 +247,7 @@ class Bench:
         }
 
     def _costs(self, rows: int) -> dict[str, Any]:
-        """Milliseconds a step (typically, in the loop) of so many rows, by what a round needs."""
+        """Milliseconds that each part of a round typically takes with so many rows, measured in the loop."""
         costs, plain = self.speculative.costs, self.plain.costs
         widths = sorted({step.width for step in costs.counts if step.part == "target"})
         target = {1: 1e3 * (plain.plain(rows, 1) or 0.0)}
@@ -288,11 +290,7 @@ def surroundings() -> dict[str, Any]:
     """The hardware and the versions a measurement belongs to."""
     names = ("leadout", "onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers")
     versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {name: version for name in names if (version := version_of(name)) is not None}
     return {
         "hardware": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": versions,

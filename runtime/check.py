@@ -1,9 +1,9 @@
 """What ``leadout check`` proves on this machine, without PyTorch: parity, exactness, identity.
 
 Numbers first (golden logits from transformers; one bit pattern for all step widths), then tokens (with and without
-each drafter, sampled with one seed, in a batch and alone, turn after turn). Where two graph variants part, rounding
-must explain it. Graphs that exact answers do not take on this processor may round by width, as far as they may be from
-transformers'.
+each drafter, sampled with one seed, in a batch and alone, turn after turn). Where the answers of two graph variants
+differ, rounding must explain it. A graph that exact answers do not use on this processor may round each step width in
+its own way, but by no more than its logits may differ from transformers'.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.base import FeatureEngine, Features
-from ..engines.golden import Golden
+from ..engines.golden import TOLERANCE, Golden
 from ..errors import EngineError
-from .controller.tuned import cores
+from .device import cores
 from .divergence import NEAR_TIE, first_divergence
 from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
@@ -30,7 +30,6 @@ BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its 
 WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``
 NEW_TOKENS = 24
 TREE = (3, 2, 1)
-TOLERANCE = 1e-4  # float32: of logits, absolute up to 1 and relative to the largest above
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
 
 
@@ -100,8 +99,8 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
 
 
 def exact_graphs(model: Model, threads: int) -> dict[str, int]:
-    """The graphs that exact answers of one row and of many take on this processor: the least width of their steps.
-    Raises EngineError if there are none."""
+    """The graphs that exact answers of one row and of many rows use on this processor, and the least width of a step in
+    each. Raises EngineError if there are none."""
     engine = open_engine(model, threads=threads, exact=True)
     found = {}
     try:
@@ -114,14 +113,16 @@ def exact_graphs(model: Model, threads: int) -> dict[str, int]:
 
 
 def allowed(model: Model, golden: Golden) -> float:
-    """How far logits may be from transformers': rounding in fp32, else what the exporter measured, with slack."""
+    """How far logits may be from transformers': in fp32 as far as rounding explains, in other precisions as far as the
+    exporter measured, times SLACK."""
     if model.entry.precision == "fp32":
         return TOLERANCE * max(1.0, float(np.abs(golden.logits).max()))
     return SLACK * max(model.entry.parity.values(), default=0.0)
 
 
 def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Check:
-    """Compare with the golden logits, in steps as wide as they may be. ``limit``: the largest difference allowed."""
+    """Compare with the golden logits, in the widest steps that give all logits. ``limit``: the largest difference
+    allowed."""
     worst, agreed = 0.0, []
     for row, (tokens, length) in enumerate(zip(golden.tokens, golden.lengths.tolist(), strict=True)):
         beside = None if golden.beside is None else golden.beside[row, :length]
@@ -142,9 +143,9 @@ def check_widths(
     note: str = "",
     beside: Features | None = None,
 ) -> Check:
-    """Feed one row ([1, T]) in steps of widths that are meant to round alike, ``narrowest`` and more: the same bits
-    must come, or no more than ``slack`` apart (``note``: why they may be). ``beside`` as in ``stepped``; without it,
-    a longer row is looked at where it grows beyond BOUNDS, too."""
+    """Feed one row ([1, T]) in steps of each width that is meant to round alike, from ``narrowest`` on. Logits must be
+    the same bits, or differ by no more than ``slack`` (``note`` says why they may). ``beside`` as in ``stepped``. Where
+    the engine reads no features, a longer row is also looked at where it grows beyond each of BOUNDS."""
     widths = [width for width in WIDTHS if narrowest <= width <= engine.spec.max_verify]
     reference = stepped(engine, tokens, widths[0], beside)
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width, beside)).max()) for width in widths[1:]}
@@ -174,8 +175,9 @@ def stepped(engine: Engine, tokens: Tokens, width: int, beside: Features | None 
 
 
 def crossings(engine: Engine, tokens: NDArray[np.int64], widths: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """How far, for each of BOUNDS and ``widths``, the logits of steps that just reach it and that cross it are from
-    those of a wide one that does: of a row of these ``tokens`` [T], repeated."""
+    """Yields (width, difference) for each of BOUNDS and ``widths``: how far the logits of a step that ends just at the
+    bound, and of one that crosses it, are from those of one wide step across it. The row is ``tokens`` [T], repeated.
+    """
     window = min(max(widths), engine.spec.max_verify)
     row = np.resize(tokens, max(BOUNDS) + window)[None]
     past = 0
@@ -232,7 +234,8 @@ def check_tokens(bundle: Bundle, devices: Mapping[str, str], threads: int | None
 
 
 def check_trees(pair: Pair, prompts: list[list[int]]) -> Check:
-    """A draft tree against no draft: slots of a tree round in another order, so differences must be near-ties."""
+    """A draft tree against no draft. Sums over the slots of a tree are rounded in another order, so answers may differ,
+    but only at near-ties."""
     wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     alone = answers(pair, prompts, draft="none", **wanted)
     found = answers(pair, prompts, draft="model", branches=TREE, **wanted)
@@ -251,8 +254,8 @@ def check_batch(pair: Pair, prompts: list[list[int]], variant: str, *, bits: boo
 
 
 def check_turns(pair: Pair, prompts: list[list[int]]) -> Check:
-    """The second turn of a conversation, from what the cache holds of the first, against the same read whole. A short
-    context cuts the first answer, so that the second turn ends before it."""
+    """The second turn of a conversation, continued from what the cache holds of the first, against the same prompt read
+    as a whole. In a short context the first answer is cut, so that the second turn fits."""
     wanted: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS // 3, "ignore_eos": True}
     name, context = "greedy: the next turn against read whole", pair.target.spec.max_context
     turns, found = [], []

@@ -1,4 +1,4 @@
-"""Decides nothing but the order of things: propose, forward, verify, extend, yield."""
+"""The decoding loop: propose, forward, verify, extend, yield. What each of these does is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .controller.joint import NOBODY, Plan, together
 from .controller.policy import AutoLength, Pace, Policy
 from .controller.rounds import Round
 from .drafters.base import Draft, Drafter
+from .drafters.choice import drafter_for
 from .drafters.confidence import Watch
-from .drafters.foreign_draft import model_drafter
 from .drafters.tree_drafter import TreeDrafter
 from .ending import Ending
 from .grammars import Grammars
@@ -37,10 +37,10 @@ from .vocabulary import VocabularyMap
 
 @dataclass(slots=True)
 class Event:
-    """What one round committed to one request: (token, proposed by the draft?) in order.
+    """The tokens that one round committed to request ``index``, each with whether a draft proposed it.
 
-    The last event of a request carries its ``finish_reason`` and ``stats``. The end token is among the tokens.
-    ``rule`` and ``seed`` are those in force (a seed was drawn if none was given).
+    The last event of a request has its ``finish_reason`` and ``stats``; the end token is among its tokens. ``rule`` and
+    ``seed`` are those in force (a seed was drawn if none was given).
     """
 
     index: int
@@ -54,9 +54,9 @@ class Event:
 class Decoder:
     """Generates with a target and, if there is one, a draft. One decode at a time: a new one ends the one before.
 
-    ``exact``: the target takes no step narrower than all of its widths round alike, so that every draft length's
-    numbers are the same bits. (Where all rows draw from a law, bits are nothing to compare, and an engine that is
-    faster without does without.)
+    ``exact``: all steps of the target are at least as wide as it takes for them to round alike, so that its numbers are
+    the same bits whatever the draft's length. (Where all rows draw from a law there are no bits to compare, and an
+    engine that is faster otherwise rounds otherwise.)
     Between rounds, for every row: the target's cache holds all committed tokens but the last.
     """
 
@@ -72,10 +72,10 @@ class Decoder:
         policy: Policy | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """``costs``: what is known of this device already; ``vocabulary``: what the draft's ids mean to the target, if
-        they are not the same ids; ``draft_ahead``: the draft model works while the target does, ``ahead`` (None where
-        nobody does); ``policy``: that of all requests, whatever their settings say of it; ``grammars``: of the target's
-        tokenizer, if requests may ask for one."""
+        """``costs``: what is already known of this device; ``vocabulary``: what the draft's ids mean to the target, if
+        theirs differ; ``draft_ahead``: let the draft model work while the target does (attribute ``ahead``, None where
+        it does not); ``policy``: used for all requests in place of what their settings say; ``grammars``: compiles for
+        the target's tokenizer, None where no request may ask for a grammar."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
         self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
         self.costs = Costs() if costs is None else costs
@@ -84,7 +84,7 @@ class Decoder:
         self.ahead: AheadDrafter | None = None
         if draft is not None:
             vocabulary = vocabulary or VocabularyMap.shared(draft.spec.vocab_size, target.spec.vocab_size)
-            model = model_drafter(Stepper(draft, "draft"), vocabulary, target)
+            model = drafter_for(Stepper(draft, "draft"), vocabulary, target)
             self.ahead = drafts_ahead(model, self.costs, draft_ahead)
             self._model = self.ahead or model
             if vocabulary.tokenizers is None and not draft.spec.reads_features:
@@ -96,7 +96,7 @@ class Decoder:
         )
         self._drafting: Drafter | None = None  # the model, if a row of this decode may ask it
         self._plain = True  # nobody drafts in this decode
-        self._once = 0.0  # seconds of the target's last step that no later one takes
+        self._once = 0.0  # seconds of the target's last step that later ones of its shape do not take
         self._epoch = 0
         self.turn = RLock()  # whose round it is, of the threads that share this
         self.ending = Ending()
@@ -152,7 +152,8 @@ class Decoder:
             drafter.forget()
 
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
-        """``admitted`` makes the rows, now: they begin with what all rows before them showed."""
+        """``admitted`` makes the rows, not before the first event is asked for: they use what all earlier rows
+        showed."""
         self.ending.require_own()
         with self.turn, self.ending.lock:
             if self.ending.over:
@@ -178,29 +179,30 @@ class Decoder:
         clock = Stopwatch(self._epoch)
         if self.ahead is not None:
             self.ahead.rest()
-        if rows:
-            if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
-                self._begin_anew()  # what a cache holds came of other steps: not the last bits that a seed repeats
-            self._prefill(rows)
-            self._pace.prices.begin(self._target.narrowest)
-            for row in rows:
-                if row.cascade is not None:
-                    row.cascade.begin(row.sequence.tokens)
-            self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
-            if rows[0].settings.branches:
-                self._drafting = self._trees
-            self._plain = self._drafting is None and all(row.cascade is None for row in rows)
-            if self._drafting is not None:
-                policies = [row.policy for row in rows]
-                self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
-                tokens = self._drafting.unread(rows)
-                if not self._pace.abstains(policies, tokens):
-                    self._pace.read(policies, tokens, self._prefill_draft(rows))
-            clock.lap("prefill")
+        if not rows:
+            return clock
+        if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
+            self._begin_anew()  # a held cache came from other steps: its last bits are not those of a fresh one
+        self._prefill(rows)
+        self._pace.prices.begin(self._target.narrowest)
+        for row in rows:
+            if row.cascade is not None:
+                row.cascade.begin(row.sequence.tokens)
+        self._drafting = self._model if any(row.settings.draft in MODEL_DRAFTS for row in rows) else None
+        if rows[0].settings.branches:
+            self._drafting = self._trees
+        self._plain = self._drafting is None and all(row.cascade is None for row in rows)
+        if self._drafting is not None:
+            policies = [row.policy for row in rows]
+            self._drafting.reset(rows, self._pace.reach(policies, max(row.sequence.room for row in rows)))
+            tokens = self._drafting.unread(rows)
+            if not self._pace.abstains(policies, tokens):
+                self._pace.read(policies, tokens, self._prefill_draft(rows))
+        clock.lap("prefill")
         return clock
 
     def _prefill(self, rows: list[Row]) -> None:
-        """The target takes the prompts in, but for what it holds already of the only one."""
+        """The target reads the prompts; of a single prompt, what its cache does not hold already."""
         prompts, even = [row.sequence.tokens[:-1] for row in rows], any(row.sampler.deterministic for row in rows)
         if len(rows) == 1:
             rows[0].stats.held = self._target.resume(prompts[0], even=even)
@@ -209,7 +211,7 @@ class Decoder:
         prefill(self._target, prompts, rows[0].stats.held)
 
     def _prefill_draft(self, rows: list[Row]) -> float:
-        """The draft model takes the prompts in; the seconds that takes, but for what is recorded of it."""
+        """The draft model reads the prompts. Returns the seconds, without those for recording steps."""
         assert self._drafting is not None
         started = self._time("draft")
         self._drafting.prefill(rows)
@@ -244,7 +246,7 @@ class Decoder:
         return drafts
 
     def _watched(self, this: Round, rows: list[Row], lengths: list[int]) -> tuple[list[int], Watch | None]:
-        """Where every row drafts with the model, how far each may go, and what says when to stop."""
+        """How far each row may draft, and, where every row drafts with the model, the Watch that says when to stop."""
         watched = self._drafting is not None and self._drafting.watches
         fixed = any(row.settings.draft_length != "auto" for row in rows)
         if not watched or fixed or not all(lengths):
@@ -323,11 +325,11 @@ class Decoder:
         return verdicts
 
     def _time(self, role: str) -> float:
-        """The clock, which stands still while the engine records."""
+        """Seconds of a clock that stands still while the engine of ``role`` records steps."""
         return perf_counter() - self._recording(role)
 
     def _recording(self, role: str) -> float:
-        """Seconds that an engine took so far for what later steps will not take again."""
+        """Seconds that the engine of ``role`` has spent on recording so far (see RecordingEngine)."""
         return getattr(self._engines[role], "recording", None) or 0.0
 
     def _branch(self, drafts: list[Draft]) -> bool:

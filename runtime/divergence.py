@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..engines import Engine
 from ..errors import UsageError
+from .held import agreement
 from .rules.noise import Noise
 from .rules.sampling import Chain, Sampler, Scores
 from .settings import Settings
@@ -20,17 +21,18 @@ from .steps import Stepper
 if TYPE_CHECKING:
     from .pair import Pair
 
-# Twice what logits of two graph forms of a small model differ by as a rule: a greedy choice can only flip where its
-# lead is less. Quantised activations may round to the next step, and deep models make much of that: ``spread``.
+# Twice the usual difference between the logits of two graph forms of a small model: a greedy choice can flip only where
+# its lead is smaller. Quantised activations may round to the next level, which deep models amplify: see ``spread``.
 NEAR_TIE = {"fp32": 2e-3, "fp16": 5e-2, "bf16": 2e-1, "int8": 2e-1, "int4": 2e-1, "int2": 2e-1}
 _TAIL = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference: its position among the new tokens, the margin between the two choices (in what the rule
-    takes the largest of, from the target: logits behind all penalties, for ``coupled`` with their noise; where top-k,
-    top-p or min-p leave one of them out, by how much it missed being left in), and whether that is a near-tie."""
+    """The first difference between two answers: its ``position`` among the new tokens, and whether it is a near-tie by
+    the ``margin`` between the two choices. That is their distance in what the rule takes the largest of: the target's
+    logits after all penalties, for ``coupled`` with noise added. Where top-k, top-p or min-p leave out one of the two
+    tokens, it is by how much that token missed being kept."""
 
     position: int
     margin: float
@@ -42,11 +44,10 @@ def first_divergence(
 ) -> Divergence | None:
     """Compare two answers by ``settings`` (greedy by default; or coupled, with its seed); None if they are the same.
     A near-tie is within NEAR_TIE, or within twice the target's ``spread`` on this text. Uses the target's cache."""
-    shortest = min(len(ours), len(other))
-    position = next((i for i in range(shortest) if ours[i] != other[i]), shortest)
+    position = agreement(ours, other)
     if position == len(ours) == len(other):
         return None
-    if position == shortest:
+    if position == min(len(ours), len(other)):
         return Divergence(position, float("inf"), near_tie=False)
     text = [*prompt, *ours[:position]]
     logits, either, scale = last_logits(pair.target, text), (ours[position], other[position]), 1.0
@@ -83,7 +84,8 @@ def _margin(
     written: Sequence[int],
     either: tuple[int, int],
 ) -> float:
-    """Between two tokens that were chosen after ``written``. (So none is struck out: neither can be one of these.)"""
+    """The margin between two tokens that were chosen after ``written``. (No end token is struck out here, for a token
+    that is struck out cannot have been chosen.)"""
 
     def chain(of: Settings) -> Chain:
         made = Chain(of, logits.size, prompt, ())
@@ -108,9 +110,10 @@ def _margin(
 
 
 def _missed_by(token: int, settings: Settings, whole: Scores, by_rank: Scores, in_nucleus: Scores) -> float:
-    """By how much ``token`` missed being left in by the cut that it missed most, from scores (log p up to a constant,
-    the largest 0) without any cut, behind top-k, and behind top-p, too. The nucleus lacks it by what stands before it,
-    or for being less likely than its last."""
+    """By how much ``token`` missed being kept, by the cut that it missed most. Scores are log p up to a constant, the
+    largest 0: without any cut (``whole``), after top-k (``by_rank``), and after top-k and top-p (``in_nucleus``). It
+    missed the nucleus by its distance to the least likely token there, or by how far the mass of the tokens before it
+    exceeds top_p (as a logarithm), whichever is less."""
     score = float(whole[token])
     missed = [_least(by_rank) - score]
     if settings.top_p < 1.0:
@@ -122,7 +125,7 @@ def _missed_by(token: int, settings: Settings, whole: Scores, by_rank: Scores, i
 
 
 def _least(scores: Scores) -> float:
-    """Of those that were left in."""
+    """The smallest score of a token that was kept."""
     return float(scores[scores > -math.inf].min())
 
 

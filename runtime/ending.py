@@ -1,4 +1,4 @@
-"""Decides what becomes of rounds while the interpreter ends, and in a process that was forked: none runs then."""
+"""Sees to it that no round runs while the interpreter ends, nor in a process that was forked after loading."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
 
 
 class Ending:
-    """``lock`` is held while a round runs; ``over`` is set when the interpreter ends, or nobody can ask for a round.
+    """``lock`` is held while a round runs; ``over`` is set when the interpreter ends, or its owner is gone.
 
-    A daemon thread that comes back from C++ to an interpreter which has ended is unwound through code that knows no
-    exceptions: the whole process aborts. (Other threads are waited for before the interpreter ends.)
+    A daemon thread that returns from C++ to an interpreter which has ended is unwound through C++ code that cannot take
+    it, and the whole process aborts. (Python waits for other threads before it ends.)
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Ending:
         return os.getpid() != self._process
 
     def require_own(self) -> None:
-        """Raise EngineError in a process that was forked since: threads that its sessions would wait for, or that hold
-        the pair's turn, are its parent's alone."""
+        """Raise EngineError in a process that was forked since: the threads that its sessions would wait for, and those
+        that hold the pair's turn, exist only in its parent."""
         if self.forked:
             raise EngineError("this pair was loaded before the process forked: load the bundle anew in the child")
 
@@ -39,7 +39,7 @@ class Ending:
         finalize(owner, self._end)
 
     def leave(self) -> None:
-        """To be called where ``over`` is set: ends a daemon thread, as quietly as the interpreter would."""
+        """End a daemon thread quietly, as the interpreter would. To be called where ``over`` is set."""
         if current_thread().daemon:
             raise SystemExit
 

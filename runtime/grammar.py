@@ -45,8 +45,9 @@ class Compiled:
 
 @dataclass(slots=True)
 class _Place:
-    """What is known behind some tokens: ``cap`` [V], inf for what is allowed and -inf for all else, once ``known``
-    (None where the text is complete and has no token to say so); and a token that was found allowed."""
+    """What is known of the position after some tokens. Once ``known``, ``cap`` [V] is inf for tokens that are allowed
+    there and -inf for all others (None: the text is complete, and no token could end it); ``allowed`` is a token that
+    was found allowed."""
 
     known: bool = False
     cap: Cap | None = None
@@ -54,12 +55,12 @@ class _Place:
 
 
 class Grammar:
-    """Where one answer stands in its grammar. All that is asked is a function of the text, which ``extend`` makes
-    longer, and of what is ``drafted`` behind it; what the last question showed is kept for the next.
+    """Where one answer stands in its grammar. Every question is about the text, which ``extend`` makes longer, and the
+    tokens ``drafted`` after it; what was found out for one question is kept for the next.
 
-    What is allowed is what llguidance's masks say: every token by which the text can go on; where all texts go on
-    alike, only the tokenizer's own cut of that. Behind tokens that are forbidden, and behind an end, all is allowed: a
-    rule that gave those no chance does not ask.
+    Allowed is what llguidance's masks say: every token with which the text can go on, or, where only one continuation
+    is possible, its first token as the tokenizer would cut it. After a forbidden token, and after an end, everything
+    counts as allowed: no rule looks at rows there.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -90,7 +91,7 @@ class Grammar:
         return self._compiled.ends
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """``tokens`` are of the text now."""
+        """Append ``tokens`` to the text."""
         if self._place(tokens) is None:
             self._lost = True
             return
@@ -101,7 +102,7 @@ class Grammar:
         self._stands -= count
 
     def allows(self, token: int, drafted: Sequence[int]) -> bool:
-        """Whether ``token`` may stand behind ``drafted``: sooner said than ``within``."""
+        """Whether ``token`` may follow ``drafted``: faster than ``within``."""
         place = self._place(drafted)
         if place is None or place.allowed == token:
             return True
@@ -200,7 +201,7 @@ class Grammar:
         return UsageError(f"{self._compiled.name}: no token that it allows here is possible")
 
     def _failure(self) -> UsageError:
-        """Why the matcher is of no use any more; a new one stands behind the text."""
+        """The error for a matcher that has failed; a new one takes its place at the end of the text."""
         failed, self._matcher = self._matcher, self._compiled.matcher.deep_copy()
         self._matcher.try_consume_tokens(self._text)
         self._stands = 0
@@ -210,7 +211,7 @@ class Grammar:
 
 
 def reason(message: str) -> str:
-    """What llguidance says in a message, on one line: without the grammar, and without what it did."""
+    """The reason in a message of llguidance, on one line: without the grammar and the state that it quotes."""
     said: list[str] = []
     for line in message.splitlines():
         if _SHOWN.match(line):

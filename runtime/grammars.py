@@ -1,5 +1,5 @@
-"""Decides what the grammar is that a request asks for, a JSON schema, a regular expression or a Lark grammar as
-llguidance reads them: compiled once, for one tokenizer."""
+"""Compiles, once for each tokenizer, the grammars that requests ask for: a JSON schema, a regular expression or a Lark
+grammar, as llguidance reads them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
 
 
 class Grammars:
-    """The grammars that were asked of one tokenizer; the last 32 are kept. Nothing is imported or read before the
-    first. Safe from several threads."""
+    """Compiled grammars for one tokenizer; the last 32 are kept. llguidance is imported, and the tokenizer read, when
+    the first is asked for. May be used from several threads."""
 
     def __init__(self, codec: Codec, size: int) -> None:
-        """``size``: of the target's rows of logits; those without a token are forbidden."""
+        """``size``: the length of the target's rows of logits; logits that belong to no token are forbidden."""
         self._codec, self._size = codec, size
         self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
         self._tokenizer: tuple[frozenset[int], LLTokenizer, int | None] | None = None

@@ -1,4 +1,4 @@
-"""Decides what of a new text a model's cache holds already: what it was fed for the last, where both begin alike.
+"""Decides how much of a new text a model's cache holds already: as far as it begins like the text before.
 
 A conversation sends its whole history with every turn; only what is new has to be read.
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_LEAST = 16  # tokens: for fewer it is not worth while
+_LEAST = 16  # tokens: fewer are not worth it
 
 
 class Held:
-    """The tokens in the slots of an engine's only row, by what it was fed: never more than is there, whatever fails.
+    """The tokens in the slots of an engine's only row, as far as they are known: never more than the cache really
+    holds, also after a step that failed.
 
-    A slot is *sound* if it and all before it were made by steps that round alike: only those are a beginning for a text
-    whose numbers must be the bits that a fresh cache gives.
+    A slot is *sound* if it and all before it were made by steps that round alike. A text whose numbers must be the bits
+    that a fresh cache gives can continue only from sound slots.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class Held:
         self._sound = 0
 
     def cut(self, past: int) -> None:
-        """What stands behind the first ``past`` slots is going to be written over."""
+        """The slots from ``past`` on are about to be overwritten."""
         del self._tokens[past:]
         self._sound = min(self._sound, past)
 
@@ -35,14 +36,14 @@ class Held:
             self._sound += len(tokens)
 
     def common(self, text: Sequence[int], *, even: bool) -> int:
-        """How many tokens of ``text`` are there, from the first on, sound ones if it must be ``even``; 0 where they are
-        too few to matter."""
+        """How many tokens of ``text``, from the first on, the slots hold; only sound slots count if it must be
+        ``even``. 0 where they are too few to matter."""
         same = agreement(self._tokens[: self._sound] if even else self._tokens, text)
         return same if same >= _LEAST else 0
 
 
 def agreement(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many tokens, or characters, two texts begin with in common."""
+    """The length of the longest common beginning of two sequences."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most

@@ -11,22 +11,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from ..bundle import Bundle, Manifest
+from ..bundle import TOKENIZER, VOCABULARY, Bundle, Manifest
 from ..engines import PROVIDERS, Engine, open_engine
 from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
 from .answers import Answer, Piece, Result, Stream
 from .controller.costs import Cost, Costs
-from .controller.tuned import Device, this_device
 from .controller.tuned import read as read_tuned
 from .decoder import Decoder, Event
+from .device import Device, this_device
 from .grammars import Grammars
 from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_single
 from .ranges import flag, integer, one_of
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .text import Codec, TextStream
-from .vocabulary import VOCABULARY, VocabularyMap
+from .vocabulary import VocabularyMap
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
@@ -283,7 +283,7 @@ def load(
         exact=exact,
     )
     found = Bundle.read(check_path(bundle))
-    codec = Codec(found.path / "tokenizer.json")
+    codec = Codec(found.path / TOKENIZER)
     vocabulary = check_vocabulary(found, codec)
     entry = found.manifest.models.get("draft")
     ahead = check_ahead(draft_ahead, {provider, device.draft_provider}, draft=entry, vocabulary=vocabulary)

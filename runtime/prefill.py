@@ -1,5 +1,5 @@
-"""Decides which tokens of prompts go through a model: none that its cache holds already, and of equal prompts the
-first's, for the other rows are copies of it."""
+"""Decides which tokens of prompts go through a model: none that its cache holds already, and equal prompts only once,
+for their rows are copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -
     if not any(rest):
         return
     stepper.last_logits(rest, [held] * len(rest))
-    # No source stands behind its copies: from the end on, nothing is overwritten that is still to be copied.
+    # A source never stands after its copies: going backwards, no row is overwritten that is still to be copied.
     for place in reversed(range(len(prompts))):
         if prompts[place] and sources[place] != place:
             stepper.copy_row(sources[place], place)

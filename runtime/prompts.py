@@ -61,7 +61,7 @@ def is_single(prompt: Any) -> bool:
     if not _is_sequence(prompt):
         raise UsageError(f"a prompt must be {_KINDS}, or a list of these, not {shown(prompt)}")
     if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        raise UsageError("a prompt must be no list of messages: a conversation is a Chat(messages)")
+        raise UsageError("a prompt must not be a list of messages: give a conversation as Chat(messages)")
     return len(prompt) > 0 and not (isinstance(prompt[0], (Chat, Request, Sequence)) or is_array(prompt[0]))
 
 

@@ -1,6 +1,6 @@
-"""Decides whether an argument is of the kind it must be and within its range.
+"""Checks that an argument is of the right kind and within its range.
 
-What comes back is Python's own: numpy's numbers are taken as they are meant, bools are no numbers.
+Each function returns a value of Python's own types. numpy's numbers are accepted as numbers, bools are not.
 """
 
 from __future__ import annotations

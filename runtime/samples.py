@@ -1,4 +1,4 @@
-"""Which answers a call asks for: one or several to each prompt, each with a stream of noise and a family of its own."""
+"""The answers that a call asks for: one or several to each prompt, each with its own noise, all with their family."""
 
 from __future__ import annotations
 

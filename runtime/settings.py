@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from operator import mul
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import UsageError, shown
 from .ranges import flag, integer, items, number, one_of, share, spelled
@@ -18,9 +18,9 @@ DraftKind = Literal["auto", "model", "suffix", "siblings", "recycling", "ngram",
 DraftAhead = bool | Literal["auto"]
 Rule = Literal["greedy", "coupled", "rejection", "block", "typical", "lenient"]
 
-DRAFTS = ("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")
+DRAFTS: tuple[str, ...] = get_args(DraftKind)
 MODEL_DRAFTS = ("auto", "model")  # may ask the draft model; the others never do
-RULES = ("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")
+RULES: tuple[str, ...] = ("auto", *get_args(Rule))
 LOSSY = ("typical", "lenient")
 MAX_DRAFT_LENGTH = 16
 MAX_GUESS_LENGTH = 63  # that of free drafters where the length is auto: with the token before it a step of 64
@@ -86,7 +86,7 @@ class Settings:
     draft: DraftKind = "model"
     draft_length: int | Literal["auto"] = "auto"
     branches: tuple[int, ...] = ()
-    rule: Literal["auto", "greedy", "coupled", "rejection", "block", "typical", "lenient"] = "auto"
+    rule: Rule | Literal["auto"] = "auto"
     typical_epsilon: float | None = None
     typical_delta: float | None = None
     leniency: float | None = None

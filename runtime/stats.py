@@ -1,4 +1,4 @@
-"""Decides what is counted about a request; everything else is derived."""
+"""Counters of one request, what is derived from them, and the clock of a round."""
 
 from __future__ import annotations
 
@@ -127,12 +127,11 @@ class Stopwatch:
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._last = perf_counter()
 
-    def lap(self, phase: str) -> float:
-        """Charge the time since the last lap to ``phase``; return it."""
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last lap to ``phase``."""
         now = perf_counter()
-        seconds, self._last = max(0.0, now - self._last), now  # a clock may be put back, where a machine is moved
-        self._spent[phase] += seconds
-        return seconds
+        self._spent[phase] += max(0.0, now - self._last)  # a clock may be put back, where a machine is moved
+        self._last = now
 
     def spent(self, *phases: str) -> float:
         """Seconds of the round in these phases so far."""

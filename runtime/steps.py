@@ -28,7 +28,7 @@ from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
 _SEVERAL = 32
-_RECORDED = (1, 2, 3, 5, 9, 17, 34, 64)  # widths of steps that are recorded: a GPU takes hardly longer for a few more
+_RECORDED = (1, 2, 3, 5, 9, 17, 34, 64)  # widths of recorded steps: a few tokens more cost a GPU hardly any time
 
 
 class Stepper:
@@ -179,8 +179,8 @@ class Stepper:
         return min(spec.chunk(len(past)), spec.max_context + spec.max_verify - 1 - max(past))
 
     def _most_padded(self, past: Sequence[int], index: Tokens | None) -> int:
-        """What a step that is recorded may be padded to. A cache that holds the whole context does not grow for that,
-        as it would for the last tokens of many a context, for slots come by the thousand there."""
+        """The width that a recorded step may be padded to. A cache that already holds the whole context must not grow
+        for padding: its slots come by the thousand."""
         engine, most = self.engine, self._widest(past)
         if engine.capacity >= engine.spec.max_context:
             most = min(most, engine.capacity - max(past))
@@ -254,7 +254,8 @@ class Stepper:
 
     @contextmanager
     def _saying(self, where: str) -> Iterator[None]:
-        """Around what is too seldom for its price to matter."""
+        """Turn what the engine raises inside into an EngineError that says ``where``. Too slow for what each round
+        does."""
         try:
             yield
         except LeadoutError:

@@ -1,4 +1,4 @@
-"""Where text and token ids meet: what a prompt's ids are, which text may be shown already, where a stop string ends.
+"""Converts between text and token ids: a prompt's ids, the text that may be shown already, where a stop string ends.
 
 Torch-free: the ``tokenizers`` library alone. Special tokens are read in a prompt and never shown in an answer.
 """
@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from ..errors import BundleError
 from .held import agreement
 
-# A decoder such as SentencePiece's drops a leading space; a few ids of context keep it, more where these begin within a
-# character.
+# Decoders such as SentencePiece's drop a leading space unless some ids of context precede it; more are taken where
+# these begin within a character.
 CONTEXT_IDS = 8
 _UNFINISHED, _LONGEST_CHARACTER = "\ufffd", 4  # bytes
-_MANY_IDS = 16  # that wait: more than a character has
+_MANY_IDS = 16  # ids that wait to be said: more than one character can have
 
 
 class Codec:

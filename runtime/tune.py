@@ -24,8 +24,9 @@ from .vocabulary import VocabularyMap
 
 _EACH = 5  # rounds of each draft length, at least
 _CONTEXT_TOKENS = 64  # new tokens on each longer context
-# How much faster than the fastest plain decode the pair's own steps without drafts may seem, which are no faster, and
-# how far a promise may be off what was then observed: beyond that other work was measured along with the pair's.
+# Beyond these the measurements are not believed, because other work must have run beside them: how much faster than
+# plain decoding the pair may seem without drafts (it is no faster), and how far a promise may be off what was then
+# observed.
 _MOST_UNDRAFTED, _MOST_OFF = 1.3, 0.3
 
 
@@ -104,9 +105,9 @@ class Tuner:
     def __init__(
         self, pair: Pair, settings: dict[str, Any], longest_context: int = 1024, plain: Engine | None = None
     ) -> None:
-        """``settings`` as for ``Pair.generate``, but who drafts and how much; ``plain`` decodes plainly, if not the
-        pair's own target. Contexts are measured up to
-        ``longest_context`` tokens, and on the prompts as they are. Raises UsageError for a bundle without a draft."""
+        """``settings`` as for ``Pair.generate``, except who drafts and how much. ``plain``: the engine that decodes
+        plainly, by default the pair's target. Steps are measured on the prompts as they are, and on contexts of up to
+        ``longest_context`` tokens. Raises UsageError for a bundle without a draft."""
         if pair.draft is None:
             raise UsageError("this bundle has no draft model; there is nothing to tune")
         self.pair, self.settings = pair, pair.settings(settings | {"draft": "model"})

@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle import NO_ARRAYS, Model
+from ..bundle import NO_ARRAYS, TOKENIZER, VOCABULARY, Model
 from ..engines.base import LogitRow
 from ..errors import BundleError
 from .drafters.retokenise import Tokenizers
 from .text import Codec
 
-VOCABULARY, TOKENIZER = "vocabulary.npz", "tokenizer.json"
 Ids = NDArray[np.int64]
 
 
@@ -52,15 +51,16 @@ class VocabularyMap:
 
     @classmethod
     def shared(cls, draft: int, target: int) -> VocabularyMap:
-        """Of two models with the same ids, ``draft`` and ``target`` of them. An id that the draft lacks is not drafted
-        and read as its last."""
+        """The map between two models with the same ids, of which the draft has ``draft`` and the target ``target``. An
+        id that the draft lacks is never drafted, and is read as its last one."""
         inputs = np.minimum(np.arange(target), draft - 1) if draft < target else None
         outputs = np.arange(draft)
         return cls(np.where(outputs < target, outputs, -1), target, inputs)
 
     @classmethod
     def read(cls, model: Model, size: int, codec: Codec) -> VocabularyMap | None:
-        """That of a bundle's draft, for a target of ``size`` ids; None where it has none. Raises BundleError."""
+        """The map of a bundle's draft for a target of ``size`` ids; None where the bundle has none. Raises
+        BundleError."""
         if VOCABULARY not in model.entry.files:
             return None
         path = model.folder / VOCABULARY

@@ -37,6 +37,7 @@ def difference(bundle: Bundle, source: str) -> str | None:
 def _fault(bundle: Bundle, tools: Any, expected: str) -> str | None:
     """Where the bundle's prompt is not as ``expected``, or why it has none; None if it is."""
     from ..runtime.chat_template import ChatTemplate
+    from ..runtime.held import agreement
     from ..runtime.prompts import Chat
 
     try:
@@ -45,6 +46,5 @@ def _fault(bundle: Bundle, tools: Any, expected: str) -> str | None:
         return str(error)
     if found == expected:
         return None
-    pairs = zip(found, expected, strict=False)
-    same = next((i for i, (ours, its) in enumerate(pairs) if ours != its), min(len(found), len(expected)))
+    same = agreement(found, expected)
     return f"{shown(expected[same : same + 24])} where the bundle's has {shown(found[same : same + 24])}"

@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..errors import LeadoutError
+from ..errors import LeadoutError, one_line
 
 COMMANDS = ("export", "generate", "chat", "bench", "tune", "check", "inspect", "plan", "build", "doctor")
 STREAMS = ("stdout", "stderr")
@@ -75,7 +75,7 @@ class Commands(click.Group):
             complain(f"stopped by {number.name}")
             ctx.exit(128 + number)
         except LeadoutError as error:
-            complain(" ".join(str(error).split()))
+            complain(one_line(error))
             ctx.exit(error.exit_code)
 
 

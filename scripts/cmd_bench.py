@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..engines import Engine
     from ..runtime.pair import Pair
 
 # A checkout has held-out prompts for the demo pair; an installed package has these.
@@ -44,7 +45,7 @@ BUILT_IN = (
 ENOUGH = 700  # new tokens of all prompts
 SHORT = "the first rounds measure this device: take more prompts, or longer answers, before you believe it"
 
-# As everywhere, but that a bundle's own temperature does not count.
+# The usual settings, except that the default temperature is 0 and not the bundle's.
 GREEDY = tuple(
     (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
     for flag, given in SETTINGS
@@ -101,11 +102,11 @@ def chosen(path: str | None, command: str) -> tuple[list[Line], str]:
     return read_prompts(path, command), called(path)
 
 
-def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> Any:
-    """The target as it decodes plainly and fastest, in a context; None if that is the pair's own: exactness has a graph
-    of its own where it needs no wider steps."""
+def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) -> AbstractContextManager[Engine | None]:
+    """A context manager that gives the target's engine for the fastest plain decoding; None if that is the pair's own.
+    (Where exactness needs no wider steps, it uses another graph, which is slower.)"""
     from ..engines import open_engine
-    from ..runtime.controller.tuned import cores
+    from ..runtime.device import cores
 
     if not pair.exact or pair.target.spec.narrowest > 1:
         return nullcontext()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ..engines import BUILT
+from ..engines.tensorrt.buildable import PRECISIONS
 from ..errors import ExportError
 from .cmd_export import tell
 from .options import BUNDLE
@@ -11,10 +13,10 @@ from .options import BUNDLE
 
 @click.command("build")
 @click.argument("bundle", type=BUNDLE)
-@click.option("--sdk", type=click.Choice(("tensorrt", "tensorrt-rtx")), required=True, help="Which TensorRT.")
+@click.option("--sdk", type=click.Choice(BUILT), required=True, help="Which TensorRT.")
 @click.option(
     "--precision",
-    type=click.Choice(("fp32", "fp16", "bf16", "int4")),
+    type=click.Choice(PRECISIONS),
     default="fp16",
     show_default=True,
     help="Of weights and cache; int4: weights alone, the rest in fp16.",

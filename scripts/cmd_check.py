@@ -41,7 +41,7 @@ def require_device(bundle: str, provider: str, draft_provider: str | None, threa
     from ..bundle import read_manifest
     from ..engines import BUILT, providers
     from ..engines.tensorrt import compat
-    from ..runtime.controller.tuned import this_device
+    from ..runtime.device import this_device
 
     given: dict[str, Any] = {"provider": provider, "draft_provider": draft_provider, "threads": threads}
     device = this_device(**given, draft_threads=None, variant="auto", exact=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from ..engines import PROVIDERS, require
-from ..engines.providers import DISTRIBUTIONS, onnxruntime
+from ..engines.providers import DISTRIBUTIONS, onnxruntime, version_of
 from ..engines.saturation import saturates
 from ..errors import EngineError
 
@@ -47,7 +46,7 @@ def command(provider: str | None, as_json: bool) -> None:
 def findings() -> dict[str, Any]:
     """Versions by part, cores, providers, how products in int8 are summed up here, and what is wrong (``conflicts``,
     empty when all is well)."""
-    runtimes = {name: version(name) for name in DISTRIBUTIONS}
+    runtimes = {name: version_of(name) for name in DISTRIBUTIONS}
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -58,7 +57,7 @@ def findings() -> dict[str, Any]:
         "gpu": gpu(),
         "conflicts": [],
     }
-    found |= {part: {name: version(name) for name in names} for part, names in PARTS.items()}
+    found |= {part: {name: version_of(name) for name in names} for part, names in PARTS.items()}
     try:
         found["providers"] = onnxruntime().get_available_providers()
         found["int8"] = INT8[saturates(onnxruntime())]
@@ -80,14 +79,6 @@ def gpu() -> str:
         return f"{cuda.name}, compute capability {capability}, driver for CUDA {cuda.driver}"
     finally:
         cuda.close()
-
-
-def version(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def show(found: dict[str, Any]) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..bundle import Bundle, read_manifest
 from ..errors import ExportError, UsageError, not_installed
-from ..export.drafts.choice import number_or_word
-
-PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
+from ..export.drafts.choice import PRECISIONS, number_or_word
 
 
 @click.command("export")
@@ -32,10 +31,10 @@ PRECISIONS = click.Choice(("fp32", "fp16", "int8", "int4"))
     metavar="BUNDLE",
     help="Where to write. A bundle there is replaced, with its engines and tuned.json.",
 )
-@click.option("--precision", type=PRECISIONS, help="Of the target's weights. [default: fp32]")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Of the target's weights. [default: fp32]")
 @click.option(
     "--draft-precision",
-    type=PRECISIONS,
+    type=click.Choice(PRECISIONS),
     help="Of the draft's weights. [default: int4 (int8, if it says drafts in one step); with fp16, fp16]",
 )
 @click.option(
@@ -78,31 +77,19 @@ def command(
             raise UsageError(f"{name}: the name is empty")
     if (target is None) == (onnx_target is None):
         raise UsageError("give one target: TARGET (a checkpoint) or --from-onnx DIR")
+    if onnx_target is None and onnx_draft is not None:
+        raise UsageError("--draft-from-onnx goes with --from-onnx; give the draft with --draft")
     try:
         if onnx_target is None:
-            if onnx_draft is not None:
-                raise UsageError("--draft-from-onnx goes with --from-onnx; give the draft with --draft")
-            if sys.flags.optimize > 1:
-                raise ExportError(
-                    "transformers reads docstrings, which Python drops here: set PYTHONOPTIMIZE=1 or none"
-                )
-            from ..export.build import export_pair
-            from .chat_probe import difference
-
-            export_pair(
-                str(target),
-                draft,
-                Path(output),
-                precision=precision or "fp32",
-                draft_precision=draft_precision,
-                draft_vocabulary=number_or_word(draft_vocabulary),
-                calibration=calibration,
-                mask_token=number_or_word(mask_token),
-                max_context=max_context,
-                progress=tell,
-            )
-            if line := difference(Bundle(Path(output), read_manifest(output)), str(target)):
-                tell(line)
+            options = {
+                "precision": precision or "fp32",
+                "draft_precision": draft_precision,
+                "draft_vocabulary": number_or_word(draft_vocabulary),
+                "calibration": calibration,
+                "mask_token": number_or_word(mask_token),
+                "max_context": max_context,
+            }
+            export_checkpoints(str(target), draft, output, options)
         else:
             given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
             if any(each is not None for each in given):
@@ -113,6 +100,19 @@ def command(
     except ModuleNotFoundError as error:
         raise not_installed(error) from None
     click.echo(output)
+
+
+def export_checkpoints(target: str, draft: str | None, output: str, options: dict[str, Any]) -> None:
+    """Export two checkpoints, ``options`` as for ``export_pair``; say so if the bundle's prompts of a conversation are
+    not those of transformers."""
+    if sys.flags.optimize > 1:
+        raise ExportError("transformers reads docstrings, which Python drops here: set PYTHONOPTIMIZE=1 or none")
+    from ..export.build import export_pair
+    from .chat_probe import difference
+
+    export_pair(target, draft, Path(output), progress=tell, **options)
+    if line := difference(Bundle(Path(output), read_manifest(output)), target):
+        tell(line)
 
 
 def tell(line: str) -> None:

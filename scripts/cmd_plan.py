@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..engines import BUILT
+from ..engines.tensorrt.buildable import PRECISIONS
 from .options import BUNDLE
 
 if TYPE_CHECKING:
@@ -29,14 +31,14 @@ MEGABYTE = 1e6
 @click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the target takes]")
 @click.option(
     "--provider",
-    type=click.Choice(("cpu", "cuda", "tensorrt", "tensorrt-rtx")),
+    type=click.Choice(("cpu", "cuda", *BUILT)),
     default="cpu",
     show_default=True,
     help="Where it will run.",
 )
 @click.option(
     "--precision",
-    type=click.Choice(("fp32", "fp16", "bf16", "int4")),
+    type=click.Choice(PRECISIONS),
     help="Of an engine; ONNX Runtime runs the bundle's own. [default: fp16]",
 )
 @click.option("--capacity", type=int, metavar="M", help="An engine's slots a row. [default: the context and a draft]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,7 @@ from .options import BUNDLE, ENGINE, PROMPT_LINES, options, prompt_ids
 
 if TYPE_CHECKING:
     from ..engines import Engine
-    from ..runtime.controller.tuned import Device
+    from ..runtime.device import Device
     from ..runtime.pair import Pair
 
 
@@ -72,19 +73,20 @@ def command(
     have no name here, and not where they do not hold together, because other work ran beside.
     """
     from ..runtime.controller import tuned
+    from ..runtime.device import this_device
     from ..runtime.pair import load
     from ..runtime.tune import doubt, tune
 
     if limit < 1 or context < 1:
         raise UsageError("--limit and --context must be at least 1")
     lines, source = chosen(prompts, "tune")
-    device = tuned.this_device(**where)
+    device = this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
         candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
         ids = prompt_ids(pair, lines[:limit])
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
-        options = {"plain": plain, "longest_context": context, "progress": progress}
+        options: dict[str, Any] = {"plain": plain, "longest_context": context, "progress": progress}
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         report["source"], failed = source, None
         if reason := doubt(report):
@@ -100,11 +102,10 @@ def command(
 
 
 @contextlib.contextmanager
-def candidate(name: str, pair: Pair, device: Device) -> Any:
-    """The draft of another bundle, opened. Raises BundleError without one, UsageError if it fits not."""
-    from ..bundle import Bundle
+def candidate(name: str, pair: Pair, device: Device) -> Iterator[Engine]:
+    """The draft of another bundle, opened. Raises BundleError without one, UsageError if it does not fit."""
+    from ..bundle import VOCABULARY, Bundle
     from ..engines import open_engine
-    from ..runtime.vocabulary import VOCABULARY
 
     model = Bundle.read(name).model("draft")
     have, want = model.entry.vocab_size, pair.target.spec.vocab_size
@@ -115,7 +116,7 @@ def candidate(name: str, pair: Pair, device: Device) -> Any:
     if model.entry.reads_features:
         raise UsageError(f"--draft '{name}': its draft is a head, which reads the features of its own target alone")
     where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
-    engine: Engine = open_engine(model, **where, variant=device.variant)
+    engine = open_engine(model, **where, variant=device.variant)
     try:
         yield engine
     finally:

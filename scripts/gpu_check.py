@@ -24,8 +24,7 @@ from typing import Any
 import click
 
 from ..engines import BUILT, require
-from ..engines.providers import first_line
-from ..errors import EngineError, LeadoutError
+from ..errors import EngineError, LeadoutError, first_line
 from .gpu_measure import ahead_gain, cost_table, graph_gain, identity, speed, stale_slots, units_for
 
 CHECKOUT = Path(__file__).parents[1]

@@ -12,6 +12,8 @@ import click
 
 from ..engines import PROVIDERS
 from ..errors import BundleError, LeadoutError, UsageError, shown
+from ..runtime.settings import DRAFTS, MODEL_DRAFTS, RULES, check_names
+from ..runtime.settings import SETTINGS as FIELDS
 
 if TYPE_CHECKING:
     from ..runtime.pair import Pair
@@ -99,7 +101,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--draft",
         {
-            "type": click.Choice(("auto", "model", "suffix", "siblings", "recycling", "ngram", "none")),
+            "type": click.Choice(DRAFTS),
             "help": "Who proposes; auto: the most promising, each round. [default: auto]",
         },
     ),
@@ -118,7 +120,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--rule",
         {
-            "type": click.Choice(("auto", "greedy", "coupled", "rejection", "block", "typical", "lenient")),
+            "type": click.Choice(RULES),
             "help": "Who is accepted; typical and lenient are lossy. [default: auto]",
         },
     ),
@@ -194,14 +196,12 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
 
 
 def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) -> None:
-    """Raise UsageError for an option of the draft model's in ``where`` that none of the requests ``asked`` for (their
-    settings) has a use for; say so of a draft length, which those who compare drafts give to all of them."""
-    from ..runtime.settings import MODEL_DRAFTS
-
+    """Raise UsageError for an option of the draft model in ``where`` that is of no use to any request (``asked``: their
+    settings). A draft length that has no effect is only told, for whoever compares drafts gives it to all of them."""
     wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
     for name, off in (("draft_provider", (None,)), ("draft_threads", (None,)), ("draft_ahead", ("auto", False))):
         if where[name] not in off and not wanted:
-            raise UsageError(f"{name} is the draft model's, which nobody asks here (with it: draft auto or model)")
+            raise UsageError(f"{name} is for the draft model, which no request asks here (draft auto or model does)")
     if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
         raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
     if any(each.get("draft") == "none" and each.get("draft_length") not in (None, 0, "auto") for each in asked):
@@ -277,8 +277,6 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
 
     ``-`` is standard input; ``kind`` and ``file`` are labels and left out. Raises UsageError naming the line.
     """
-    from ..runtime.settings import check_names
-
     found = []
     for number, text in enumerate(read_text(path).split("\n"), start=1):  # other line ends may stand in a string
         if text.strip():
@@ -294,8 +292,8 @@ def read_prompts(path: str, command: str | None = None) -> list[Line]:
 
 
 def read_row(text: str) -> dict[str, Any]:
-    """A line's ``prompt``, which ``messages`` may be instead, and settings, by name. Raises UsageError for what is no
-    such object."""
+    """A line as its ``prompt`` (made of ``messages``, if it has these instead) and its settings, by name. Raises
+    UsageError for a line that is no such object."""
     from ..runtime.prompts import Chat
 
     try:
@@ -330,10 +328,8 @@ def token_bias(token_id: str, amount: Any) -> tuple[int, Any]:
 
 def check_bare(row: dict[str, Any], command: str) -> None:
     """Raise UsageError for what stands beside a prompt."""
-    from ..runtime.settings import SETTINGS
-
     for name in row:
-        if name in SETTINGS:
+        if name in FIELDS:
             raise UsageError(f"'{name}' is a setting; {command} takes settings as options")
         raise UsageError(f"unknown key '{name}' (known: prompt, messages, {', '.join(LABELS)})")
 

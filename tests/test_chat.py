@@ -197,7 +197,7 @@ def test_a_template_reaches_nothing_but_its_messages(template: str) -> None:
 
 
 def test_a_file_that_is_no_template_says_so() -> None:
-    with pytest.raises(BundleError, match=r"the bundle's chat template is none: .*'endfor'"):
+    with pytest.raises(BundleError, match=r"the bundle's chat template cannot be parsed: .*'endfor'"):
         ChatTemplate({"default": "{% for m in messages %}"}, {})
 
 
@@ -301,7 +301,7 @@ def test_the_next_turn_begins_with_what_the_cache_holds(pair: Pair) -> None:
 
 def test_a_list_of_messages_is_told_from_a_list_of_prompts(pair: Pair) -> None:
     for call in (pair.generate, pair.stream, pair.answers, Request):
-        with pytest.raises(UsageError, match=r"a conversation is a Chat\(messages\)|must be text, token ids"):
+        with pytest.raises(UsageError, match=r"give a conversation as Chat\(messages\)|must be text, token ids"):
             call(HELLO)
 
 

@@ -18,10 +18,10 @@ from support_tensorrt_host import HostCuda
 
 from leadout.bundle import Model
 from leadout.engines import ort, sessions
-from leadout.engines.graphs import Recording
 from leadout.engines.memory import CudaBuffer
 from leadout.engines.ort import SlotEngine
 from leadout.engines.ort_step import Step
+from leadout.engines.recording import Recording
 from leadout.errors import EngineError
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.rules.trees import ancestry
@@ -397,7 +397,7 @@ def test_whoever_is_interrupted_keeps_nobody_from_a_step(records: bool) -> None:
         with recording.step(records=records):
             pass
 
-    for _ in interrupts(step, ("graphs.py", "threading.py")):
+    for _ in interrupts(step, ("recording.py", "threading.py")):
         assert is_done(lambda: step(records=True))
         count += 1
     assert count > 1

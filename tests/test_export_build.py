@@ -344,7 +344,10 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
     assert str(source) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', pytest.param("[" * 100_000, id="deep")],
+)
 def test_an_index_of_weights_that_is_none(save: Save, tmp_path: Path, text: str) -> None:
     source = save()
     (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")

@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from leadout.bundle import GENERATION_CONFIG
 from leadout.errors import ExportError
 from leadout.export.build import export_pair
 from leadout.export.checkpoints.checkpoint import open_tokenizer, other_reading, read_config, vocabulary
-from leadout.export.checkpoints.defaults import FILE, choose_sampling, keep_readable
+from leadout.export.checkpoints.defaults import choose_sampling, keep_readable
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def source(tiny_pair: tuple[Path, Path], tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", ["{", "[]", "\x00", "[" * 100_000])
 def test_a_generation_config_that_cannot_be_read_is_named_and_not_copied(tmp_path: Path, text: str) -> None:
     said: list[str] = []
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / GENERATION_CONFIG).write_text(text)
     keep_readable(tmp_path, said.append)
     assert said == ["target: generation_config.json is not a JSON object and is left out, with the defaults in it"]
     assert not list(tmp_path.iterdir())
@@ -71,7 +72,7 @@ def test_what_else_it_asks_for_is_named(
     tmp_path: Path, asked: dict[str, Any], sampling: dict[str, float], named: str | None
 ) -> None:
     said: list[str] = []
-    (tmp_path / FILE).write_text(json.dumps(asked))
+    (tmp_path / GENERATION_CONFIG).write_text(json.dumps(asked))
     assert choose_sampling(tmp_path, sampling, said.append) == sampling
     line = f"target: generation_config.json asks for {named}: not among the bundle's defaults"
     assert said == ([] if named is None else [line])
@@ -93,7 +94,7 @@ def test_an_export_says_so(source: Path, tmp_path: Path, text: str, line: str) -
         if "reference logits" in message:
             raise KeyboardInterrupt
 
-    (source / FILE).write_text(text)
+    (source / GENERATION_CONFIG).write_text(text)
     with pytest.raises(KeyboardInterrupt):
         export_pair(source, None, tmp_path / "out", progress=stop)
     assert any(each.startswith(f"target: generation_config.json {line}") for each in said), said

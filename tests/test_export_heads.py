@@ -253,6 +253,9 @@ def test_a_small_llama_is_no_head(tmp_path: Path) -> None:
     assert read_head(str(tmp_path / "llama"), config) is None
     (tmp_path / "llama" / "model.safetensors").unlink()
     assert read_head(str(tmp_path / "llama"), config) is None
+    for text in ("[]", "{", "[" * 100_000):  # whoever reads it as a checkpoint says what is wrong
+        (tmp_path / "llama" / "config.json").write_text(text)
+        assert read_head(str(tmp_path / "llama"), config) is None
 
 
 def test_answers_are_the_target_s(made: tuple[Path, Path]) -> None:
@@ -394,7 +397,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "has two layers": ({"num_hidden_layers": 2}, "a head of 2 layers cannot be exported, only of 1"),
     "is no llama": ({"model_type": "qwen3"}, "a head whose layer is a qwen3's cannot be exported, only a llama's"),
     "reads two without fc": ({"taps": [1, 2]}, "without fc it must read one layer, and be 64 wide"),
-    "says others": ({"draft_vocab_size": 100}, "it says 100 tokens, and no d2t which ones"),
+    "says others": ({"draft_vocab_size": 100}, "it says 100 tokens, but has no d2t that names them"),
     "is wider": ({"intermediate_size": 80}, "midlayer.mlp.gate_proj.weight is [96, 64], by config.json [80, 64]"),
     "has fc": ({"fc": True}, "its files lack fc.weight"),
 }

@@ -22,7 +22,7 @@ from leadout.engines.tensorrt import compat
 from leadout.errors import EngineError, UsageError
 from leadout.export.foreign.importing import import_pair
 from leadout.runtime import check
-from leadout.runtime.controller.tuned import cores
+from leadout.runtime.device import cores
 
 SETTINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}]
 

@@ -68,7 +68,7 @@ def test_a_path_is_shown_as_it_is(
 
 
 NOBODY = "draft_length has no effect with draft 'none': nobody proposes"
-UNUSED = "is the draft model's, which nobody asks here (with it: draft auto or model)"
+UNUSED = "is for the draft model, which no request asks here (draft auto or model does)"
 
 
 @pytest.mark.parametrize(

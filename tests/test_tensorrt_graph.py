@@ -15,11 +15,12 @@ from support_tensorrt import CACHE, Lowered, relative
 from leadout.bundle import Bundle
 from leadout.engines.ort import SlotEngine
 from leadout.engines.providers import open_session
+from leadout.engines.tensorrt.buildable import PRECISIONS
 from leadout.export.graphs.levels import columns_to_int4
 from leadout.export.graphs.passes import pack, simplify
 from leadout.export.graphs.quantize import to_int4_blocks
 from leadout.export.tensorrt.build import Sizes, write_graph
-from leadout.export.tensorrt.graph import PRECISIONS, fold_scale
+from leadout.export.tensorrt.graph import fold_scale
 
 C = Shape(vocab=48, biases=True)
 SIZES = Sizes(max_draft=5, capacity=64, top=7)

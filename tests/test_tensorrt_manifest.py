@@ -107,7 +107,12 @@ def test_of_two_engines_for_one_device_nobody_knows_which_is_meant(model: Model)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not a manifest"), ("[]", "expected an object"), ('{"sdk": "x", "speed": 9}', "unknown option 'speed'")],
+    [
+        ("{", "not a manifest"),
+        pytest.param("[" * 100_000, "not a manifest: its brackets are nested too deep", id="deep"),
+        ("[]", "expected an object"),
+        ('{"sdk": "x", "speed": 9}', "unknown option 'speed'"),
+    ],
 )
 def test_a_manifest_that_cannot_be_read_is_named(model: Model, text: str, message: str) -> None:
     path = put(model).with_suffix(".json")

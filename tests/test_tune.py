@@ -24,6 +24,7 @@ from leadout.errors import BundleError
 from leadout.runtime.controller import tuned
 from leadout.runtime.controller.costs import PARTS, Cost, Costs
 from leadout.runtime.controller.tempo import Tempo
+from leadout.runtime.device import cores, processor, this_device
 from leadout.runtime.pair import load
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
@@ -124,7 +125,7 @@ def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
     assert known == {*PARTS} - {"plain", "catch-up"}, "it drafts in nearly every round"
 
 
-def cores(*parts: str) -> str:
+def arm_cores(*parts: str) -> str:
     """/proc/cpuinfo of an ARM64 machine."""
     return "".join(f"processor\t: {i}\nCPU implementer\t: 0x41\nCPU part\t: {p}\n\n" for i, p in enumerate(parts))
 
@@ -134,7 +135,7 @@ def cores(*parts: str) -> str:
     [
         ("processor\t: 0\nmodel name\t: AMD EPYC 7763\n", "Some PC", "AMD EPYC 7763"),
         ("processor\t: 0\nCPU implementer\t: 0x41\n", "Raspberry Pi 5 Model B\0", "Raspberry Pi 5 Model B"),
-        (cores("0xd05", "0xd05", "0xd0b"), None, f"{HERE} 0x41 0xd05 0xd0b"),
+        (arm_cores("0xd05", "0xd05", "0xd0b"), None, f"{HERE} 0x41 0xd05 0xd0b"),
         (None, None, HERE),
     ],
     ids=["x86", "board", "cores of two kinds", "no Linux"],
@@ -145,7 +146,7 @@ def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, 
         if text is not None:
             (tmp_path / "proc" / place).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "proc" / place).write_text(text)
-    assert tuned.processor(tmp_path) == name
+    assert processor(tmp_path) == name
 
 
 @pytest.mark.parametrize(
@@ -165,11 +166,11 @@ def test_a_container_s_share_of_time_is_so_many_cores(files: dict[str, str], mos
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    assert tuned.cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
+    assert cores(tmp_path) == (most or len(os.sched_getaffinity(0)))
 
 
 def test_costs_are_kept_per_device(bundle: Path) -> None:
-    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    found, device = Bundle.read(bundle), this_device(**WHERE)
     other = dataclasses.replace(device, draft_threads=device.threads + 1)
     assert tuned.read(found, device) == ((), "")
     tuned.write(found, device, COSTS)
@@ -189,8 +190,9 @@ TUNE = """
 import dataclasses, sys
 from leadout.bundle import Bundle
 from leadout.runtime.controller import tuned
+from leadout.runtime.device import this_device
 from test_tune import COSTS, WHERE
-found, device = Bundle.read(sys.argv[1]), tuned.this_device(**WHERE)
+found, device = Bundle.read(sys.argv[1]), this_device(**WHERE)
 for cores in range(int(sys.argv[2]), int(sys.argv[3])):
     tuned.write(found, dataclasses.replace(device, cores=cores), COSTS)
 """
@@ -207,12 +209,12 @@ def test_who_tunes_at_once_loses_nothing_of_each_other(bundle: Path) -> None:
 
 
 def test_threads_that_tune_at_once_lose_nothing_of_each_other(bundle: Path) -> None:
-    found, device, last = Bundle.read(bundle), tuned.this_device(**WHERE), threading.Barrier(8)
+    found, device, last = Bundle.read(bundle), this_device(**WHERE), threading.Barrier(8)
 
     def write(first: int) -> None:
         last.wait()
-        for cores in range(first, first + 10):
-            tuned.write(found, dataclasses.replace(device, cores=cores), COSTS)
+        for number in range(first, first + 10):
+            tuned.write(found, dataclasses.replace(device, cores=number), COSTS)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(0, 80, 10)))
@@ -224,14 +226,14 @@ def test_who_may_read_a_bundle_may_read_its_costs(bundle: Path) -> None:
     (bundle / "leadout.json").chmod(0o444)
     before = os.umask(0o077)
     try:
-        path = tuned.write(Bundle.read(bundle), tuned.this_device(**WHERE), COSTS)
+        path = tuned.write(Bundle.read(bundle), this_device(**WHERE), COSTS)
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
-    device = tuned.this_device(**WHERE)
+    device = this_device(**WHERE)
     tuned.write(Bundle.read(bundle), device, COSTS)
     manifest = bundle / "leadout.json"
     manifest.write_text(manifest.read_text(encoding="utf-8") + " ", encoding="utf-8")
@@ -242,7 +244,7 @@ def test_costs_of_another_export_are_not_used(bundle: Path) -> None:
 
 
 def test_costs_are_not_said_to_be_of_what_took_the_bundle_s_place(bundle: Path) -> None:
-    found, device, manifest = Bundle.read(bundle), tuned.this_device(**WHERE), bundle / "leadout.json"
+    found, device, manifest = Bundle.read(bundle), this_device(**WHERE), bundle / "leadout.json"
     raw = json.loads(manifest.read_text(encoding="utf-8"))
     manifest.write_text(json.dumps(raw | {"provenance": {"target": "another"}}), encoding="utf-8")
     with pytest.raises(BundleError, match="was replaced while it was measured; tune it again"):
@@ -268,7 +270,7 @@ def test_costs_are_not_said_to_be_of_what_took_the_bundle_s_place(bundle: Path) 
     ],
 )
 def test_a_table_that_is_none_is_refused(bundle: Path, change: dict[str, Any], message: str) -> None:
-    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    found, device = Bundle.read(bundle), this_device(**WHERE)
     path = tuned.write(found, device, COSTS)
     raw = json.loads(path.read_text(encoding="utf-8"))
     raw["tunings"][0]["costs"][0] |= change
@@ -287,7 +289,7 @@ def test_a_file_that_is_no_table_is_refused(bundle: Path, text: str) -> None:
 
 
 def test_a_link_and_a_place_that_cannot_be_written_are_refused(bundle: Path, tmp_path: Path) -> None:
-    found, device = Bundle.read(bundle), tuned.this_device(**WHERE)
+    found, device = Bundle.read(bundle), this_device(**WHERE)
     written = tuned.write(found, device, COSTS).rename(tmp_path / "elsewhere")
     (bundle / tuned.TUNED).symlink_to(written)
     with pytest.raises(BundleError, match="is a link"):

@@ -12,7 +12,7 @@ from support_runtime import collect, decode_law, distance, sharpened, target_law
 from test_mutants import Mutant, must_die
 from tokenizers import Tokenizer, decoders, models
 
-from leadout.bundle import Model, ModelEntry, file_entry
+from leadout.bundle import VOCABULARY, Model, ModelEntry, file_entry
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import BundleError, EngineError, ExportError
 from leadout.export.checkpoints.pairing import Vocabulary, match
@@ -25,7 +25,7 @@ from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 from leadout.runtime.text import Codec
-from leadout.runtime.vocabulary import VOCABULARY, VocabularyMap
+from leadout.runtime.vocabulary import VocabularyMap
 
 OUTPUTS = np.array([4, -1, 0, 2])
 ROW = np.array([1.0, 9.0, 3.0, 3.0], np.float32)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from ...bundle import ModelEntry
 from ...errors import ExportError
 
+PRECISIONS = ("fp32", "fp16", "bf16", "int4")  # of an engine
+
 
 def require_buildable(entry: ModelEntry, precision: str) -> None:
-    """Raise ExportError for a model of which no engine in ``precision`` (fp32, fp16, bf16, int4) can be built."""
+    """Raise ExportError for a model of which no engine in ``precision`` (of PRECISIONS) can be built."""
     role = entry.directory
     if entry.dialect != "slots":
         raise ExportError(

@@ -7,7 +7,7 @@ import functools
 import importlib
 from typing import Any
 
-from ...errors import EngineError
+from ...errors import EngineError, one_line
 
 SDKS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # provider name -> module
 OLDEST = {"tensorrt": "10.16", "tensorrt-rtx": "1.7"}  # earlier ones read no TensorScatter, or were never tried
@@ -59,7 +59,7 @@ def logger(name: str) -> Any:
 
         def log(self, severity: Any, text: str) -> None:
             if severity <= trt.ILogger.WARNING:
-                self.lines.append((severity.name, " ".join(text.split())))
+                self.lines.append((severity.name, one_line(text)))
 
     return Collector()
 

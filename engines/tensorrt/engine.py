@@ -11,8 +11,8 @@ import numpy as np
 from ...bundle import Model
 from ...errors import EngineError
 from ..base import ModelSpec, Tokens
-from ..graphs import RECORDING
 from ..lazy import LazyLogits, LogitStore
+from ..recording import RECORDING
 from . import compat, manifest
 from .cuda import Cuda
 from .session import Session

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...bundle import Model, file_entry, parse
-from ...errors import BundleError, EngineError, typed
+from ...bundle import Model, file_entry, parse, read_json
+from ...errors import EngineError, typed
 
 PORTABLE = "portable"
 
@@ -55,10 +55,14 @@ class EngineManifest:
     def command(self, bundle: Path) -> str:
         """The command that builds this engine again."""
         prefill, verify = self.profiles[0], self.profiles[-1]
-        where = "" if self.sdk == "tensorrt" else f" --sm {self.compute_capability}"
         sizes = f"--max-batch {verify.max_batch} --max-draft {verify.max_width - 1} --max-prefill {prefill.max_width}"
-        kind = f"--sdk {self.sdk} --precision {self.precision}{where}"
+        kind = f"--sdk {self.sdk} --precision {self.precision}{_sm_option(self.sdk, self.compute_capability)}"
         return f"leadout build {typed(bundle)} {kind} {sizes} --capacity {self.capacity} --top {self.top}"
+
+
+def _sm_option(sdk: str, compute_capability: str) -> str:
+    """The option of `leadout build` for a device: TensorRT takes none, it builds for the GPU at hand."""
+    return "" if sdk == "tensorrt" else f" --sm {compute_capability}"
 
 
 def dump(manifest: EngineManifest) -> str:
@@ -68,11 +72,7 @@ def dump(manifest: EngineManifest) -> str:
 
 def read(path: Path) -> EngineManifest:
     """A manifest from disk. Raises BundleError naming what is wrong and where."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BundleError(f"{path}: not a manifest: {error}") from None
-    manifest: EngineManifest = parse(EngineManifest, raw, str(path))
+    manifest: EngineManifest = parse(EngineManifest, read_json(path, "a manifest"), str(path))
     return manifest
 
 
@@ -117,6 +117,5 @@ def _candidate(model: Model, sdk: str, compute_capability: str) -> Path:
     others = [path.stem for path in of_device(model.folder, sdk, "*")]
     have = f" (it has: {', '.join(others)})" if others else ""
     wanted = f"{sdk} engine for compute capability {compute_capability}"
-    where = "" if sdk == "tensorrt" else f" --sm {compute_capability}"
-    command = f"leadout build {typed(model.folder.parent)} --sdk {sdk}{where}"
+    command = f"leadout build {typed(model.folder.parent)} --sdk {sdk}{_sm_option(sdk, compute_capability)}"
     raise EngineError(f"{model.folder} has no {wanted}{have}; build it: {command}")

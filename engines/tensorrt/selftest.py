@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ...bundle import Model, parse
+from ...bundle import Model, parse, read_json
 from ...errors import BundleError, EngineError
 from ..base import LogitArray
 from ..golden import Golden
@@ -109,9 +108,8 @@ def _tokens(engine: TensorRTEngine, golden: Golden | None) -> np.ndarray:
 
 def _known(record: Path) -> Answer | None:
     try:
-        raw: Any = json.loads(record.read_text(encoding="utf-8"))
-        answer: Answer = parse(Answer, raw, str(record))
-    except (OSError, ValueError, BundleError):
+        answer: Answer = parse(Answer, read_json(record, "an answer"), str(record))
+    except BundleError:
         return None  # never asked, or by another version: ask again
     return answer
 

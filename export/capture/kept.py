@@ -1,5 +1,5 @@
-"""What a model keeps of a text: which layers of transformers' cache it asks for, which stand in their place in a graph,
-and how large it all is."""
+"""What a model keeps of a text: which layers of transformers' cache it uses, what replaces them in a graph, and how
+large all of it is."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SlotAndTrailLayer(SlotLayer, TrailLayer):
 
 
 class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
-    """The same while shapes are found out."""
+    """A layer that attends and keeps a state, while the shapes of a model's cache are measured."""
 
     def __init__(self, memory: Memory) -> None:
         TrailLayer.__init__(self, memory)
@@ -96,9 +96,9 @@ def graph_layers(
 
 
 def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
-    """What the model keeps of a text, measured with one eager step: every attending layer's cache, but of those that
-    read another's (Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for what no length can
-    rewind, and where transformers' own code fails."""
+    """What the model keeps of a text, measured with one eager step: the cache of each layer that attends (except layers
+    that read another one's, as in Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for a cache that
+    cannot be rolled back by length, and where transformers' own code fails."""
     with own_code(type(model).__name__):
         memory, layers = Memory(), _kinds(model)
     for i, layer in enumerate(layers):

@@ -1,5 +1,5 @@
-"""Which modules become one operator instead of their many: root-mean-square norms, rotary positions, and experts; and
-attention that torch's exporter does not take.
+"""Lets some modules become one operator instead of many: root-mean-square norms, rotary positions and experts; and
+replaces attention that torch's exporter does not take.
 
 Each replacement is compared with the code it replaces before it is used; what does not match stays as it is.
 """
@@ -104,9 +104,9 @@ def rms_norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def gaussian_cut(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Of Gemma 3n's sparse layers, what keeps [..., N] activations that stand out: their threshold is a quantile of the
-    normal distribution, which torch's exporter does not take, and of a share that is known it is a number. None of
-    other modules."""
+    """A replacement for the function of Gemma 3n's sparse layers that keeps the activations [..., N] above a threshold.
+    The threshold is a quantile of the normal distribution, which torch's exporter does not take, but the share is
+    known, so it is a constant. None for other modules."""
     share, theirs = getattr(module, "activation_sparsity", None), getattr(module, "_gaussian_topk", None)
     if theirs is None or not share:
         return None
@@ -149,8 +149,8 @@ def half_split(
 
 
 def gate_of(module: nn.Module) -> dict[str, float] | None:
-    """Of a mixture's experts, of two products each, what ``MoE`` has to know of the gate between them: SiLU(gate) *
-    what it gates, or as gpt-oss has it, with a slope, an offset and limits. None of other modules and other gates."""
+    """The attributes of ``MoE`` for the gate between the two products of a mixture's experts: SiLU(gate) times what it
+    gates, or gpt-oss' form, with a slope, an offset and limits. None for other modules and other gates."""
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", True):
         return None
     kinds, (slope, limit) = [SILU], (getattr(module, name, None) for name in ("alpha", "limit"))
@@ -171,8 +171,9 @@ def _gated(
 
 
 def by_pairs(experts: nn.Module, gate: Mapping[str, float]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``MoE`` of pairs of tokens [T, H] and each one's k experts, [T, k] and how much they count for (``experts.py``),
-    with the weights as the checkpoint has them: for ``experts.arrange``."""
+    """A ``forward`` for ``experts`` that is one ``MoE`` node over pairs of a token and one of its k experts
+    (``experts.py``): tokens [T, H], expert ids and weights [T, k]. The expert weights are laid out as in the
+    checkpoint; ``experts.arrange`` reorders them."""
     layout = {"concatenated": int(experts.is_concatenated), "transposed": int(experts.is_transposed)}
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

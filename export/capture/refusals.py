@@ -1,4 +1,4 @@
-"""Which architectures no canonical graph can be made of, and how long a text a model can be given."""
+"""Says which architectures cannot be exported, and how long the texts of a model may be."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from ...engines.providers import first_line
-from ...errors import ExportError, UsageError
+from ...errors import ExportError, UsageError, first_line
 from .recurrent import is_understood
 
-WIDENED = "mxfp4"  # as gpt-oss is published, and not otherwise: its weights are taken for what they say
+WIDENED = "mxfp4"  # gpt-oss is published in no other form, so these weights are widened and exported
 TRACED_SLOTS = 64  # of the cache in the example that a model is traced with
 _POSITIONS = 2**31 - 1  # that graphs can count
 _ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
@@ -24,7 +23,7 @@ _NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
 def context_length(config: Any, wanted: int | None = None) -> int:
-    """Tokens of context: what the checkpoint was trained for and its graph holds for, or ``wanted`` if that is less.
+    """Tokens of context: what the checkpoint was trained for and its graph is right for, or ``wanted`` if that is less.
 
     Raises UsageError if ``wanted`` is outside its range, ExportError if there is none.
     """
@@ -70,7 +69,7 @@ def refusal(config: Any) -> str | None:
 
 
 def rope_refusal(config: Any) -> str | None:
-    """Why positions cannot be turned as this configuration says, or None."""
+    """Why this configuration's rotary positions cannot be exported, or None."""
     ropes = dict(_ropes(config))
     if "dynamic" in ropes.values():
         return "dynamic-NTK rope rescales every position as the text grows, so a cache cannot be rolled back"
@@ -80,27 +79,27 @@ def rope_refusal(config: Any) -> str | None:
 
 
 def _ropes(config: Any) -> Iterator[tuple[str | None, Any]]:
-    """Of all layers (None) and of kinds of layers, by which rule positions are turned."""
+    """The rope type of all layers (as None) and of each kind of layer, by its name."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     yield None, rope.get("rope_type")
     yield from ((name, each.get("rope_type")) for name, each in rope.items() if isinstance(each, dict))
 
 
 def _kept_window(config: Any) -> int | None:
-    """Tokens of which none is dropped (Doge's, by what it thinks of each); None if none ever is."""
+    """Up to how many tokens a model keeps all of them (Doge drops some beyond); None if it never drops any."""
     window = getattr(config.get_text_config(), "keep_window_size", None)
     return None if window is None else int(window)
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether tokens see those after them: classes that fill in masks do, unless they are told to decode."""
+    """Whether tokens attend to later ones: classes for masked language modelling do, unless configured as decoders."""
     decodes = getattr(config.get_text_config(), "is_decoder", True)
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
 @contextlib.contextmanager
 def own_code(architecture: str) -> Iterator[None]:
-    """An architecture's own code, which raises what it likes, runs inside: that becomes an ExportError naming it."""
+    """Turn whatever the code of ``architecture`` raises inside into an ExportError that names it."""
     try:
         yield
     except ExportError:

@@ -1,7 +1,7 @@
-"""Weights that stay as their file has them, half as wide as float32, and are float32 to whoever computes with them.
+"""Weights that stay 16 bits wide, as in their file, and are widened to float32 where something is computed with them.
 
-A checkpoint in bfloat16 is mapped, not read: its pages come and go as they are looked at, and nothing of the size of
-the model is ever in memory. ``Stored`` widens what a computation reads, a piece of a matrix at a time where that is
+A checkpoint in bfloat16 is mapped, not read: its pages are loaded and dropped as they are used, and nothing of the size
+of the model is ever in memory. ``Stored`` widens what a computation reads, a piece of a matrix at a time where that is
 enough; each bfloat16 and float16 is a float32, so nothing is rounded. The graph is traced with ``Standins``, memory
 that nobody touches, and its weights are made of the stored ones when they are written.
 """
@@ -26,7 +26,7 @@ from ..graphs.pieces import Array, Pieces, steps
 
 LEAST = 1 << 18  # elements of a matrix that stays as it is: smaller ones are few megabytes together
 NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
-# What says something of a tensor and reads nothing of it, but for its type; and what gives the same tensor again.
+# Attributes that describe a tensor without reading it (but not its dtype), and methods that return the same tensor.
 _TOLD = frozenset(
     ("shape", "size", "stride", "dim", "ndim", "numel", "device", "is_floating_point", "data_ptr", "untyped_storage")
 )
@@ -34,7 +34,7 @@ _SAME = frozenset(("detach", "data", "requires_grad_"))
 
 
 class Stored(Tensor):  # type: ignore[misc]
-    """A weight in bfloat16 or float16 that looks like float32: all that is made of it is."""
+    """A weight in bfloat16 or float16 that says it is float32; all that is computed from it is float32."""
 
     @classmethod
     def __torch_function__(
@@ -140,9 +140,9 @@ def narrowly(files: Iterable[Path]) -> contextlib.AbstractContextManager[None]:
 
 
 class Standins:
-    """Memory in the place of a model's Stored weights, for the time of a trace: as large as they are in float32, never
-    read and never written, so it costs nothing. By where a weight of the graph lies in it, it is known what to fill it
-    with, be it transposed by then or cut."""
+    """Stand-ins for a model's Stored weights while it is traced: memory as large as the weights in float32, which is
+    never read nor written and so costs nothing. The address of a weight in the traced graph tells which stored weight
+    it is, and which part, even if the trace has transposed or cut it."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by the id of a stored weight, which is in here, too

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +17,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from ...bundle import SAMPLING
-from ...engines.providers import first_line
-from ...errors import ExportError, shown
+from ...bundle import GENERATION_CONFIG, SAMPLING, TOKENIZER
+from ...errors import ExportError, first_line, shown
 from ..capture.refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
 from ..capture.stored import Stored, keep_stored, narrowly
 from ..writing import TEXTS
 from .conversations import MAP, in_files, keep_conversations
-from .defaults import FILE as DEFAULTS
 from .defaults import read_object
 from .pairing import Vocabulary
 
@@ -156,7 +153,7 @@ def load(source: str | Path, max_context: int | None = None) -> Checkpoint:
 
 def vocabulary(source: str, config: Any) -> Vocabulary:
     """Every token's id and the number of logits. Reads ``tokenizer.json`` and no weights."""
-    return Vocabulary.read(source, find_file(source, "tokenizer.json"), int(config.get_text_config().vocab_size))
+    return Vocabulary.read(source, find_file(source, TOKENIZER), int(config.get_text_config().vocab_size))
 
 
 def open_tokenizer(source: str) -> Any:
@@ -183,7 +180,7 @@ def save_texts(source: str, folder: Path, theirs: Any) -> None:
                 shutil.copyfile(path, folder / name)
             except PermissionError as error:
                 raise ExportError(f"'{path}' cannot be read: {error.strerror}") from None
-        elif name == "tokenizer.json":
+        elif name == TOKENIZER:
             raise ExportError(f"'{source}' has no tokenizer.json; {_how_to_make_one(source)}")
 
     if (known := getattr(theirs, "chat_template", None)) is not None:
@@ -246,17 +243,17 @@ def weight_files(source: str) -> list[Path]:
 
 def _indexed(source: str, index: Path) -> list[str]:
     """The names of the files that an index is of."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if all(isinstance(name, str) for name in names):
-            return sorted(names)
+    found = (read_object(index) or {}).get("weight_map")
+    names = list(found.values()) if isinstance(found, dict) else []
+    if isinstance(found, dict) and all(isinstance(name, str) for name in names):
+        return sorted(set(names))
     reason = "it must be a JSON object with a weight_map of names of tensors to names of files"
     raise ExportError(f"'{source}' cannot be loaded: {index.name} is no index: {reason}")
 
 
 def _read_model(source: str, config: Any) -> PreTrainedModel:
     """The model, all of it from its files. Raises ExportError."""
-    defaults, more = find_file(source, DEFAULTS), dict[str, Any]()
+    defaults, more = find_file(source, GENERATION_CONFIG), dict[str, Any]()
     if defaults is not None and read_object(defaults) is None:  # transformers takes no other JSON than objects
         more["generation_config"] = GenerationConfig.from_model_config(config)
     if method_of(config) == WIDENED:

@@ -10,16 +10,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...bundle import DEFAULT_TEMPLATE, named_templates, special_tokens
+from ...bundle import CHAT_TEMPLATE, DEFAULT_TEMPLATE, TOKENIZER_CONFIG, named_templates, special_tokens
 from ...errors import ExportError
 from .defaults import read_object
 
-FILE, CONFIG, MAP, MORE = (
-    "chat_template.jinja",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "additional_chat_templates",
-)
+MAP, MORE = "special_tokens_map.json", "additional_chat_templates"
 
 
 def keep_conversations(
@@ -27,15 +22,15 @@ def keep_conversations(
 ) -> None:
     """Let the copies in ``folder`` say ``templates``, by name, if there are several, and ``tokens``, by name; with
     ``alone`` no other tokens. Where there is no template, nothing is changed."""
-    path = folder / CONFIG
+    path = folder / TOKENIZER_CONFIG
     said = read_object(path) if path.is_file() else {}
     if said is None:  # whoever reads it says so
         return
     settings = dict(said)
     if templates.keys() - {DEFAULT_TEMPLATE}:
         settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-        (folder / FILE).unlink(missing_ok=True)
-    elif not (settings.get("chat_template") or (folder / FILE).is_file()):
+        (folder / CHAT_TEMPLATE).unlink(missing_ok=True)
+    elif not (settings.get("chat_template") or (folder / CHAT_TEMPLATE).is_file()):
         return
     ours = special_tokens(settings)
     for name in ours.keys() - tokens.keys() if alone else ():
@@ -49,10 +44,10 @@ def in_files(root: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The templates of the checkpoint in ``root``, by name, and those special tokens that the settings of its tokenizer
     do not name as such: for where transformers is not, or knows no such tokenizer. Raises ExportError for a template
     that cannot be read."""
-    settings, listed = (read_object(root / name) or {} for name in (CONFIG, MAP))
+    settings, listed = (read_object(root / name) or {} for name in (TOKENIZER_CONFIG, MAP))
     templates = (
-        {DEFAULT_TEMPLATE: _read(root / FILE)}
-        if (root / FILE).is_file()
+        {DEFAULT_TEMPLATE: _read(root / CHAT_TEMPLATE)}
+        if (root / CHAT_TEMPLATE).is_file()
         else named_templates(settings.get("chat_template"))
     )
     templates |= {path.name.removesuffix(".jinja"): _read(path) for path in sorted((root / MORE).glob("*.jinja"))}

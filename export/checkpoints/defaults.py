@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...bundle import SAMPLING
-from ...errors import shown
+from ...bundle import GENERATION_CONFIG, SAMPLING, read_json
+from ...errors import BundleError, shown
 
-FILE = "generation_config.json"
 # What changes which tokens transformers writes, and has no default in a bundle.
 WITHOUT_DEFAULT = (
     "bad_words_ids",
@@ -37,10 +35,10 @@ Progress = Callable[[str], None]
 
 def keep_readable(folder: Path, progress: Progress) -> None:
     """Remove the copy in ``folder`` if it is not what transformers can read: it takes its own defaults then."""
-    path = folder / FILE
+    path = folder / GENERATION_CONFIG
     if path.is_file() and read_object(path) is None:
         path.unlink()
-        progress(f"target: {FILE} is not a JSON object and is left out, with the defaults in it")
+        progress(f"target: {GENERATION_CONFIG} is not a JSON object and is left out, with the defaults in it")
 
 
 def choose_sampling(folder: Path, sampling: Mapping[str, float], progress: Progress) -> dict[str, float]:
@@ -52,10 +50,10 @@ def choose_sampling(folder: Path, sampling: Mapping[str, float], progress: Progr
         if holds(value):
             kept[name] = value
         else:
-            progress(f"target: {FILE}: {name} must be {legal}, not {shown(value)}; left out")
-    path = folder / FILE
+            progress(f"target: {GENERATION_CONFIG}: {name} must be {legal}, not {shown(value)}; left out")
+    path = folder / GENERATION_CONFIG
     asked = (read_object(path) if path.is_file() else None) or {}
-    if said := unmet(FILE, asked, sampling):
+    if said := unmet(GENERATION_CONFIG, asked, sampling):
         progress(f"target: {said}")
     return kept
 
@@ -71,7 +69,7 @@ def unmet(file: str, asked: Mapping[str, object], sampling: Mapping[str, float])
 def read_object(path: Path) -> dict[str, object] | None:
     """What a JSON file holds; None unless that is an object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path, "an object")
+    except BundleError:
         return None
     return found if isinstance(found, dict) else None

@@ -7,8 +7,7 @@ from pathlib import Path
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from ...engines.providers import first_line
-from ...errors import ExportError
+from ...errors import ExportError, first_line
 
 FILE = "config.json"
 
@@ -25,8 +24,8 @@ def require_there(source: str) -> str:
 
 
 def _fault(name: str) -> str | None:
-    """What is wrong with a name that no directory has; None if there is such a repository, or the hub says other things
-    of it, which whoever reads it tells. One request, for transformers tries six times before it says a word."""
+    """What is wrong with a name that is no directory here; None if the hub has such a repository, or refuses it for a
+    reason that reading it will show. Makes one request, for transformers tries six times before it reports anything."""
     try:
         if isinstance(try_to_load_from_cache(name, FILE), str):
             return None

@@ -1,4 +1,4 @@
-"""May these two models speak to each other? Which of the draft's ids mean which of the target's."""
+"""Relates the token ids of a draft to those of its target, and refuses pairs that cut text differently."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from ...bundle import FileEntry, file_entry
+from ...bundle import TOKENIZER, VOCABULARY, FileEntry, file_entry
 from ...errors import ExportError
 
-MAP, TOKENIZER = "vocabulary.npz", "tokenizer.json"  # runtime/vocabulary.py says what is in it
 Ids = NDArray[np.int64]
 
 
@@ -69,16 +68,16 @@ class Match:
         return np.flatnonzero(self.outputs >= 0)
 
     def save(self, folder: Path, columns: Ids) -> dict[str, FileEntry]:
-        """Write the map of a graph that gives the logits of ``columns``; nothing where ids are the same. The files by
-        name, for the manifest."""
+        """Write the map (``runtime/vocabulary.py``) of a graph that gives the logits of ``columns``; nothing where ids
+        are the same. Returns the files by name, for the manifest."""
         outputs = self.outputs[columns]
         if self.tokenizer is None and self.inputs is None and np.array_equal(outputs, np.arange(self.target_logits)):
             return {}
         arrays = {"outputs": outputs} | ({} if self.inputs is None else {"inputs": self.inputs})
-        np.savez_compressed(folder / MAP, **arrays)  # type: ignore[arg-type]  # numpy's stubs confuse names and flags
+        np.savez_compressed(folder / VOCABULARY, **arrays)  # type: ignore[arg-type]  # numpy's stubs confuse names and flags
         if self.tokenizer is not None:
             shutil.copyfile(self.tokenizer, folder / TOKENIZER)
-        return {name: file_entry(folder / name) for name in (MAP, TOKENIZER) if (folder / name).is_file()}
+        return {name: file_entry(folder / name) for name in (VOCABULARY, TOKENIZER) if (folder / name).is_file()}
 
 
 def match(target: Vocabulary, draft: Vocabulary) -> Match:

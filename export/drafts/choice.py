@@ -1,5 +1,5 @@
-"""What a pair's draft is made of: a checkpoint of its own, the target itself in fewer bits, or what the target's
-checkpoint has for it; and how it drafts."""
+"""What a pair's draft is made of (a checkpoint of its own, the target in fewer bits, or the target's own layers for
+multi-token prediction), in which precision, and whether it says a whole draft in one step."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ and DFlash as its authors write it (``DFlashDraftModel``).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
-from ...engines.providers import first_line
-from ...errors import ExportError, shown
+from ...errors import ExportError, first_line, shown
 from ..capture.refusals import own_code, rope_refusal
 from ..checkpoints.checkpoint import Checkpoint, find_file, weight_files
+from ..checkpoints.defaults import read_object
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
 from .eagle import JOINS, NORMS, FeatureHead
@@ -84,12 +83,8 @@ def read_head(source: str, target: Any) -> Head | None:
     path = find_file(source, "config.json")
     if path is None:
         return None
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    if (raw := read_object(path)) is None:
         return None  # who reads it as a checkpoint says what is wrong
-    if not isinstance(raw, dict):
-        return None
     if "dflash_config" in raw or "DFlash" in _architecture(raw):
         return _block_head(source, raw, target.get_text_config())
     renamed = {"layers.0.": "midlayer."}
@@ -105,10 +100,11 @@ def read_head(source: str, target: Any) -> Head | None:
 
 
 def _ids(source: str, config: Any, offsets: Tensor | None) -> Ids:
-    """What the head's tokens are called: ``offsets`` (d2t) say how far each is from its place. Raises ExportError."""
+    """The target's ids of the head's tokens: ``offsets`` (d2t) are the differences from 0, 1, 2, ... Raises
+    ExportError."""
     size, ids = config.draft_vocab_size, np.arange(config.draft_vocab_size)
     if offsets is None and size != config.vocab_size:
-        raise ExportError(f"'{source}': it says {size} tokens, and no d2t which ones")
+        raise ExportError(f"'{source}': it says {size} tokens, but has no d2t that names them")
     if offsets is not None:
         rounded = offsets.is_floating_point() and offsets.dtype.itemsize < 4
         ids = ids[:0] if rounded or offsets.shape != ids.shape else ids + offsets.long().numpy()

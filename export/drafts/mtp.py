@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from ...engines.providers import first_line
-from ...errors import ExportError
+from ...errors import ExportError, first_line
 from ..capture.stored import Stored, keep_stored, narrowly
 from ..capture.taps import FeatureReader
 from ..checkpoints.checkpoint import Checkpoint, quiet, weight_files

@@ -1,4 +1,4 @@
-"""A draft that cuts text into other tokens: which of them the target has too, and whether they are enough.
+"""For a draft with another tokenizer: which of its tokens the target has too, and whether they are enough.
 
 Tokens are the same if their bytes are (2502.05202, section 4): " the" is "\u0120the" in a byte-level vocabulary and
 "\u2581the" in SentencePiece's.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ExportError
-from ..checkpoints.pairing import Match, Vocabulary
+from ..checkpoints.pairing import Ids, Match, Vocabulary
 from .trimming import kept_mass
 
 LEAST = 0.8  # of the draft's probability that must lie on tokens of both; below, most rounds would be wasted
@@ -52,16 +52,15 @@ def match_bytes(target: Vocabulary, draft: Vocabulary) -> Match:
     return Match(outputs, None, target.logits, note, draft.path)
 
 
-def require_coverage(source: str, logits: NDArray[np.float32], columns: Any) -> float:
-    """The share of the probability of the draft ``source``, by ``logits`` [..., V] in text of its own, that lies on
-    ``columns``. Raises ExportError below LEAST."""
+def require_coverage(source: str, logits: NDArray[np.float32], columns: Ids) -> None:
+    """Raise ExportError if less than LEAST of the probability of the draft ``source`` lies on ``columns``, the tokens
+    that its target has too; ``logits`` [..., V] are the draft's, in text that it wrote."""
     mass = kept_mass(logits, columns)
     if mass < LEAST:
         raise ExportError(
             f"draft '{source}' writes tokens that the target has with {int(100 * mass)}% of its probability, needed"
             f" are {LEAST:.0%}; choose a draft whose tokenizer is closer to the target's"
         )
-    return mass
 
 
 def token_bytes(vocabulary: Vocabulary) -> dict[bytes | str, int]:
@@ -81,7 +80,7 @@ def token_bytes(vocabulary: Vocabulary) -> dict[bytes | str, int]:
     return found
 
 
-def _decoder(vocabulary: Vocabulary) -> Any:
+def _decoder(vocabulary: Vocabulary) -> Callable[[str], bytes | None]:
     """token -> bytes, for the markers of this tokenizer."""
     settings = json.loads(vocabulary.tokenizer.to_str())
     decoder = json.dumps(settings.get("decoder") or {})

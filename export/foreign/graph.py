@@ -10,6 +10,7 @@ from typing import TypeGuard
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ...bundle import is_plain
 from ...engines.foreign_graph import Port, Signature
 from ...errors import EngineError, ExportError
 
@@ -77,11 +78,6 @@ def inside(path: Path, root: Path) -> bool:
     return real.is_relative_to(home) or (
         home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
     )
-
-
-def is_plain(name: str) -> bool:
-    """Whether ``name`` is a file name and nothing else."""
-    return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\:\0")
 
 
 def _beside(path: Path, root: Path, tensor: TensorProto) -> Path:

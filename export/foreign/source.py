@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...bundle import SAMPLING, CacheShape
-from ...errors import EngineError, ExportError, shown, typed
+from ...bundle import GENERATION_CONFIG, SAMPLING, CacheShape, is_plain, read_json
+from ...errors import BundleError, EngineError, ExportError, shown, typed
 from ..checkpoints.defaults import unmet
-from .graph import Graph, inside, is_plain, read_graph
+from .graph import Graph, inside, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
 GENAI = "genai_config.json"
@@ -53,11 +52,9 @@ class Fields:
         if not path.is_file() or not inside(path, root):
             raise ExportError(f"'{root}' is not a model directory: {name} is missing")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ExportError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:
-            raise ExportError(f"{path}: not JSON: {error}") from None
+            found = read_json(path, "JSON")
+        except BundleError as error:
+            raise ExportError(str(error)) from None
         if not isinstance(found, dict):
             raise ExportError(f"{path}: expected an object")
         return cls(path, found)
@@ -140,8 +137,8 @@ def read_source(path: str | Path) -> Source:
 def _concat(root: Path, place: Path) -> Source:
     config = Fields.read(root, "config.json")
     config = config.section("text_config").over(config)
-    there = (root / "generation_config.json").exists()
-    generation = Fields.read(root, "generation_config.json") if there else Fields(root / "generation_config.json", {})
+    defaults = root / GENERATION_CONFIG
+    generation = Fields.read(root, GENERATION_CONFIG) if defaults.exists() else Fields(defaults, {})
     graph = read_graph(_choose(root) if place.is_dir() else place, root)
     limit, note = _turning(graph, *_context(config))
     named = [*config.names("architectures"), config.text("model_type") or "unknown"]

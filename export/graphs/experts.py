@@ -1,10 +1,11 @@
 """How the experts of a mixture are computed: pair by pair, each a token and one of its experts.
 
-ONNX Runtime's ``MoE`` and ``QMoE`` read the weights of each expert once, where they are. They sum up what a token's
-experts say in an order that depends on what else is in the step, under which no two widths of a step would agree; so
-they are given pairs, as tokens of one expert each (k = 1), and the sum stays with the graph. What a pair gives depends
-on that pair alone then, bit for bit: in 8 bits as it is, for activations are rounded in blocks of 32 of their own row;
-in float32 and in 4 bits where no expert has a single pair, for that takes a kernel of its own (``never_alone``).
+ONNX Runtime's ``MoE`` and ``QMoE`` read the weights of each expert once, in place. But they sum up the results of a
+token's experts in an order that depends on the other tokens of the step, so that steps of different widths would differ
+in their last bits. Therefore they are given pairs, as if each were a token with a single expert (k = 1), and the graph
+does the sum. Then the result of a pair depends on that pair alone, bit for bit: in 8 bits always, for activations are
+rounded in blocks of 32 within a row; in float32 and in 4 bits only where each expert has at least two pairs, for a
+single row takes another kernel (``never_alone``).
 
 A node reads pairs [P,H], their experts [P,E] (1 for each pair's own, else 0), the weights [E,2I,H] of gates, each
 beside what it gates, and [E,H,I], those of the way down; and what is added to both, [E,2I] and [E,H], if anything is.
@@ -28,8 +29,8 @@ SILU = {"activation_alpha": 1.0, "activation_beta": 0.0}
 
 
 def arrange(model: ir.Model) -> None:
-    """Weights as checkpoints have them, which ``concatenated`` and ``transposed`` say, become those that a node reads,
-    in place, but not before they are read: there is no room for copies of all."""
+    """Reorder the expert weights in place from the layout of the checkpoint (attributes ``concatenated`` and
+    ``transposed``) to that of the operator. It is done when they are read, for there is no room for copies of all."""
     for n in _mixtures(model, "MoE"):
         apart, turned = (bool(n.attributes.pop(name).as_int()) for name in ("concatenated", "transposed"))
         for at, value in enumerate(n.inputs[2:]):

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from .padding import Padding
 from .pieces import Array
-from .rewrite import CONTRIB, constant, dims, evaluate, made_by, node, sources, swap, sweep
+from .rewrite import CONTRIB, constant, dims, evaluate, graph_inputs, made_by, node, sources, swap, sweep
 from .sinks import SCORES, Sink, sink_of
 
 _PROBED_SLOTS = 1 << 17  # windows narrower than this are recognised
@@ -83,7 +83,7 @@ def to_nonpad(model: ir.Model) -> int:
     changed; at 0 do not ship the variant.
     """
     layers = [layer for layer in layers_of(model) if layer.window is None and layer.sink is None]
-    inputs = {v.name: v for v in model.graph.inputs}
+    inputs = graph_inputs(model)
     first = next(iter(model.graph))
     if layers:
         total = node(model, first, "Add", [inputs["past_lens"], _counted(model, first, inputs["input_ids"])])
@@ -159,10 +159,10 @@ def fusable(layer: Layer) -> bool:
 
 def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     """Recognise a mask by what it computes, not by how: (True, None) causal, (True, w) causal and of the last w."""
-    caches = [v for v in model.graph.inputs if str(v.name).startswith("past_key_values.")]
-    if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", *(v.name for v in caches)}:
+    caches = {name: v for name, v in graph_inputs(model).items() if name.startswith("past_key_values.")}
+    if not sources([mask]) <= {"position_ids", "past_lens", "input_ids", *caches}:
         return False, None
-    if not sources([mask], shapes=False).isdisjoint(str(v.name) for v in caches):
+    if not sources([mask], shapes=False).isdisjoint(caches):
         return False, None  # doge: which slots are seen follows from the values in them
     slot = np.arange(_PROBED_SLOTS)
 
@@ -172,9 +172,9 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
             "past_lens": np.array([queries[0]], np.int64),
             "input_ids": np.zeros((1, len(queries)), np.int64),
         }
-        for v in caches:  # read for their number of slots only, so caches without rows will do
+        for name, v in caches.items():  # read for their number of slots only, so caches without rows will do
             _, heads, _, width = dims(v)
-            feeds[str(v.name)] = np.zeros((0, heads, slots, width), v.dtype.numpy())
+            feeds[name] = np.zeros((0, heads, slots, width), v.dtype.numpy())
         return np.asarray(evaluate(model, [mask], feeds)[0][0, 0])
 
     width = int(seen([_FARTHEST - 1], _FARTHEST)[0].sum())
@@ -190,7 +190,7 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
 
 def _attending(model: ir.Model) -> int:
     """How many layers attend, those included whose attention is no node and those that have no cache of their own."""
-    cached = sum(str(v.name).endswith(".key") for v in model.graph.inputs)
+    cached = sum(name.endswith(".key") for name in graph_inputs(model))
     return max(cached, len([n for n in model.graph if n.op_type == "Attention"]))
 
 
@@ -241,7 +241,7 @@ def _replace(model: ir.Model, old: ir.Node, output: ir.Value, *scores: ir.Value)
 
 def lengths_of(model: ir.Model, padding: Padding | None = None) -> tuple[ir.Value, ir.Value]:
     """GroupQueryAttention's two lengths: slots used after this step less one (per row), and the most (a scalar)."""
-    inputs = {v.name: v for v in model.graph.inputs}
+    inputs = graph_inputs(model)
     first = next(iter(model.graph)) if padding is None else padding.end
     width = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2) if padding is None else padding.padded
     total = node(model, first, "Add", [inputs["past_lens"], width])

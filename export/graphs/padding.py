@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .rewrite import constant, dims, node
+from .rewrite import constant, dims, graph_inputs, node
 
 
 class Padding:
@@ -25,12 +25,11 @@ class Padding:
         may round as it likes.
         """
         first = next(iter(model.graph))
-        inputs = {v.name: v for v in model.graph.inputs}
         self._model = model
         self.end = first  # the first node behind them
         self._zero = constant(model, "padding.zero", np.array([0], np.int64))
         least = _input(model) if asked else constant(model, "padding.two", np.array([2], np.int64))
-        self.width: ir.Value = node(model, first, "Shape", [inputs["input_ids"]], start=1, end=2)
+        self.width: ir.Value = node(model, first, "Shape", [graph_inputs(model)["input_ids"]], start=1, end=2)
         self.padded: ir.Value = node(model, first, "Max", [self.width, least])
         self._missing = node(model, first, "Sub", [self.padded, self.width])
         self._rows: dict[tuple[Any, ...], ir.Value] = {}

@@ -11,7 +11,7 @@ from onnx_ir.passes import common
 
 from .gqa import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .pieces import Array, Pieces, piece_of
-from .rewrite import array_of, constant, dims, evaluate, made_by, node, only_user, sources, swap, sweep
+from .rewrite import array_of, constant, dims, evaluate, graph_inputs, made_by, node, only_user, sources, swap, sweep
 
 __all__ = ["pack", "simplify", "to_gqa", "to_gqa_even", "to_grouped", "to_nonpad"]
 
@@ -156,7 +156,7 @@ def _last_axis_span(n: ir.Node) -> tuple[int, int] | None:
 
 def _tabulate_rotary(model: ir.Model, rows: int) -> None:
     tables: dict[str, ir.Value | None] = {}
-    positions = next(v for v in model.graph.inputs if v.name == "position_ids")
+    positions = graph_inputs(model)["position_ids"]
     for n in [n for n in model.graph if n.op_type == "RotaryEmbedding" and len(n.inputs) == 3]:
         cos, sin = (_table(model, v, rows, tables) for v in n.inputs[1:3])
         if cos is None or sin is None:

@@ -17,7 +17,7 @@ from .half import to_half
 from .levels import BLOCK, columns_to_int4, int4_to_rows, int8_scale, rows_to_int4, to_int8
 from .linear import Linear, linear_of
 from .pieces import Array, Pieces, piece_of, steps
-from .rewrite import CONTRIB, array_of, constant, dims, made_by, node, swap, sweep
+from .rewrite import CONTRIB, array_of, constant, dims, graph_inputs, made_by, node, swap, sweep
 from .smooth import Rounding
 
 _FEWEST_COLUMNS = 32  # narrower products cost little
@@ -63,7 +63,8 @@ def from_int4(model: ir.Model) -> None:
             weight = node(model, n, "Transpose", [rows], perm=[1, 0])
             swap(n.outputs[0], node(model, n, "MatMul", [n.inputs[0], weight], like=n.outputs[0]))
         elif (table := _coarse_table(model, n)) is not None:
-            swap(n.outputs[0], node(model, n, "Gather", [table, *_tokens(model)], axis=0, like=n.outputs[0]))
+            found = node(model, n, "Gather", [table, graph_inputs(model)["input_ids"]], axis=0, like=n.outputs[0])
+            swap(n.outputs[0], found)
     sweep(model)
 
 
@@ -88,10 +89,6 @@ def _coarse_table(model: ir.Model, n: ir.Node) -> ir.Value | None:
 
 
 _AROUND_FEATURES = ("RMSNormalization", "Concat")  # what stands behind the product that makes them of streams
-
-
-def _tokens(model: ir.Model) -> list[ir.Value]:
-    return [value for value in model.graph.inputs if value.name == "input_ids"]
 
 
 def _gives_features(n: ir.Node) -> bool:

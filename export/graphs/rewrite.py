@@ -38,6 +38,11 @@ def _is(known: ir.TensorProtocol | None, contents: Array | Pieces) -> bool:
     return np.array_equal(known.numpy(), contents)
 
 
+def graph_inputs(model: ir.Model) -> dict[str, ir.Value]:
+    """The inputs of a graph by name."""
+    return {str(value.name): value for value in model.graph.inputs}
+
+
 def array_of(value: ir.Value | None) -> Array | None:
     """The contents of an initializer; None for anything computed."""
     return None if value is None or value.const_value is None else np.asarray(value.const_value.numpy())

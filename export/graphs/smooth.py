@@ -20,7 +20,7 @@ import onnx_ir as ir
 from ...engines.providers import onnxruntime, read_weights_in_place
 from .linear import Linear, linear_of
 from .pieces import Array, Pieces, piece_of, steps
-from .rewrite import array_of, constant, dims
+from .rewrite import array_of, constant, dims, graph_inputs
 
 # A channel's scale is the mean of its magnitudes to one of these powers: the one that ought to cost least.
 _EXPONENTS = (0.0, 0.15, 0.3, 0.4, 0.5, 0.6, 0.75)
@@ -99,9 +99,9 @@ def _feeds(model: ir.Model, tokens: Array) -> dict[str, Array]:
     rows, length = tokens.shape
     every, start = np.tile(np.arange(length, dtype=np.int64), (rows, 1)), np.zeros(rows, np.int64)
     kept = {  # rows, heads, slots (as many as there are tokens, where the graph leaves that open), width
-        str(v.name): np.zeros((rows, *(n if isinstance(n, int) else length for n in dims(v)[1:])), np.float32)
-        for v in model.graph.inputs
-        if str(v.name).startswith(("past_key_values.", "past_trail.", "past_state."))
+        name: np.zeros((rows, *(n if isinstance(n, int) else length for n in dims(v)[1:])), np.float32)
+        for name, v in graph_inputs(model).items()
+        if name.startswith(("past_key_values.", "past_trail.", "past_state."))
     }
     feeds = {"input_ids": tokens, "position_ids": every, "logit_index": every, "past_lens": start, **kept}
     return feeds | {"anchors": start, "replayed": np.zeros(1, np.int64)}

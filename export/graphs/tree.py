@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .gqa import Layer, fusable, fuse_attention, fuse_skip_norm, layers_of, lengths_of
-from .rewrite import constant, dims, node, sweep
+from .rewrite import constant, dims, graph_inputs, node, sweep
 
 
 def to_tree(model: ir.Model) -> int:
@@ -65,7 +65,7 @@ class _Masks:
 
     def __init__(self, model: ir.Model) -> None:
         self._model, self._first = model, next(iter(model.graph))
-        inputs = {str(v.name): v for v in model.graph.inputs}
+        inputs = graph_inputs(model)
         self._positions, self._past = inputs["position_ids"], inputs["past_lens"]
         cache = inputs["past_key_values.0.key"]
         self._dtype = cache.dtype

@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from ...bundle import Bundle, Model
 from ...engines.tensorrt import compat
-from ...engines.tensorrt.buildable import require_buildable
+from ...engines.tensorrt.buildable import PRECISIONS, require_buildable
 from ...engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
 from ...errors import EngineError, UsageError
-from .graph import PRECISIONS, lower
+from .graph import lower
 from .network import (
     add_profile,
     attention_layers,
@@ -252,7 +252,8 @@ def _build_model(
 
 
 def _write(folder: Path, scratch: Path, manifest: EngineManifest, blob: Any) -> Path:
-    """Both files whole, or the manifest missing: an engine without one is never opened."""
+    """Write engine and manifest so that, after a failure, there are both or no manifest: then the engine is not
+    opened."""
     for suffix, content in ((".engine", blob), (".json", dump(manifest).encode())):
         (scratch / f"{manifest.name}{suffix}").write_bytes(content)
     for old in of_device(folder, manifest.sdk, manifest.compute_capability):

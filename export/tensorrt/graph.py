@@ -13,10 +13,8 @@ import onnx_ir as ir
 from ...errors import ExportError
 from ..graphs.half import to_half
 from ..graphs.quantize import from_int4, to_int4_blocks
-from ..graphs.rewrite import constant, dims, node, sweep
+from ..graphs.rewrite import constant, dims, graph_inputs, node, sweep
 from ..graphs.sinks import sink_of
-
-PRECISIONS = ("fp32", "fp16", "bf16", "int4")
 
 
 def lower(model: ir.Model, precision: str, capacity: int, top: int) -> list[str]:
@@ -53,7 +51,7 @@ def fold_scale(model: ir.Model) -> int:
 
 def fix_capacity(model: ir.Model, capacity: int) -> None:
     """The free dimension of the caches' slots -> ``capacity``, wherever a shape names it."""
-    slots = dims(_input(model, "past_key_values.0.key"))[2]
+    slots = dims(graph_inputs(model)["past_key_values.0.key"])[2]
     for value in [*model.graph.inputs, *(output for n in model.graph for output in n.outputs)]:
         if slots in dims(value):
             value.shape = ir.Shape([capacity if d == slots else d for d in dims(value)])
@@ -68,7 +66,7 @@ def add_heads(model: ir.Model, top: int) -> None:
     """
     logits = model.graph.outputs[0]
     vocabulary = int(logits.shape[-1])
-    shape = dims(_input(model, "logit_index"))
+    shape = dims(graph_inputs(model)["logit_index"])
     last = constant(model, "heads.last_axis", np.array([-1], np.int64))
     ids, none = np.arange(vocabulary, dtype=np.int64), np.array(vocabulary, np.int64)
 
@@ -96,8 +94,4 @@ def add_heads(model: ir.Model, top: int) -> None:
 
 
 def _is_half(model: ir.Model) -> bool:
-    return bool(_input(model, "past_key_values.0.key").dtype == ir.DataType.FLOAT16)
-
-
-def _input(model: ir.Model, name: str) -> ir.Value:
-    return next(v for v in model.graph.inputs if v.name == name)
+    return bool(graph_inputs(model)["past_key_values.0.key"].dtype == ir.DataType.FLOAT16)

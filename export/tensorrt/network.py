@@ -1,7 +1,7 @@
-"""What TensorRT's parser makes of a graph, whether that is what the graph says, and what the builder is asked for.
+"""Parses a graph for TensorRT, checks that the network is what the graph says, and sets up what the builder needs.
 
-A build that succeeds proves little: the parser drops what it does not know without a word, and builds on. So all that
-the engine's answers depend on is read back from the parsed network.
+A build that succeeds proves little: the parser silently drops what it does not know and goes on. So everything that the
+engine's answers depend on is read back from the parsed network.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engines.tensorrt.manifest import Profile
-from ...errors import EngineError
+from ...errors import EngineError, one_line
 
 _ERRORS = ("ERROR", "INTERNAL_ERROR")
 _UNUSED = "Unused Input"
@@ -27,7 +27,7 @@ def parse(trt: Any, network: Any, logger: Any, path: Path) -> Any:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(path)):
         said = [str(parser.get_error(i).desc()) for i in range(parser.num_errors)]
-        raise EngineError(f"{path.name} does not parse: {' '.join(said[0].split()) if said else 'no reason given'}")
+        raise EngineError(f"{path.name} does not parse: {one_line(said[0]) if said else 'no reason given'}")
     return parser
 
 

@@ -8,16 +8,16 @@ from ..rules.verify import Outcomes
 from ..settings import MAX_DRAFT_LENGTH
 
 _FIRST = 0.7
-PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds' worth of belief in what is known otherwise: at first, in the end
+PRIOR_WEIGHT, _LASTING_WEIGHT = 4.0, 1.0  # rounds that earlier knowledge counts for: at first, and in the end
 
 
 class Acceptance:
-    """How often drafts are accepted at each position once they are reached, over the last rounds.
+    """How often a draft is accepted at each position, given that the position was reached, over the last rounds.
 
-    Only rounds that reached a position count there, as far as they did (``Verdict.outcomes``): what stands behind the
-    first rejection is censored, not rejected.
-    Each position is shrunk to what stood in ``before`` when this began, scaled as the other positions' rates changed;
-    that is believed ever less, as all that is long ago.
+    A round counts at a position only as far as it reached it (``Verdict.outcomes``): drafts behind the first rejection
+    were not tested, so they count as neither accepted nor rejected.
+    The rate of each position is shrunk towards that of ``before`` at the time this was made, scaled by how the rates of
+    the other positions have changed since. The weight of that prior falls with every round.
     """
 
     def __init__(self, decay: float, before: Acceptance | None = None) -> None:
@@ -55,9 +55,9 @@ class Acceptance:
         return rates
 
     def expected_tokens(self, hope: float = 0.0) -> list[float]:
-        """Of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al. 2211.17192, section 3.1,
-        without assuming that positions are alike). Ends where a draft is hardly ever that long: 2 % survives.
-        ``hope``: with rates so many standard errors above what was seen in so few rounds."""
+        """Expected tokens of a round with drafts of 0, 1, 2, ...: 1 + the sum of survivals (Leviathan et al.
+        2211.17192, section 3.1, but with a rate for each position). The list ends where fewer than 2 % of drafts
+        survive. ``hope``: take each rate so many standard errors above its estimate."""
         tokens, survival = [1.0], 1.0
         for rate in self.at_positions():
             if hope:

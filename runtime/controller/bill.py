@@ -1,4 +1,5 @@
-"""Decides whether a draft model earns what it takes: round by round it may promise to, and not keep it."""
+"""Decides whether a draft model saves more time than it takes, from what its rounds brought and not what they
+promised."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ TRIAL = _FEW + 1  # rounds after which one that only loses is known to
 
 
 class Bill:
-    """What the rounds in which the draft model proposed saved, in seconds, all told: over what their tokens would have
-    taken without it, less what they took, prompts and the text that it had missed included. What a single choice leaves
-    out shows here: a draft that is asked here and there reads all that others wrote, and the rounds that promised most
-    kept least.
+    """The seconds that the draft model saved: what the tokens of its rounds would have taken without it, less what
+    these rounds took, including the time it spent on prompts and on text that it had missed. This shows costs that the
+    choice of a single round leaves out: a draft model that is asked now and then must read all that others wrote, and
+    rounds that were chosen for a high promise keep less of it than others.
 
-    Where it loses nobody drafts, so nothing could ever show that it was wrong: by prices, perhaps, that were taken in a
-    bad moment. A try therefore begins a new one (``clear``)."""
+    A bill that loses stops the draft model, and then nothing could show that the bill was wrong (its prices may have
+    been measured in a bad moment). So each new try begins a new bill (``clear``)."""
 
     def __init__(self) -> None:
         self.clear()
@@ -27,7 +28,8 @@ class Bill:
         self._saved = self._squares = self._rounds = 0.0
 
     def charge(self, seconds: float) -> None:
-        """What it took besides rounds, for those in which it proposed since the last charge: no chance is in that."""
+        """Subtract ``seconds`` that the model took outside rounds. They are certain, so they do not add to the
+        scatter."""
         self._saved -= seconds
 
     def record(self, saved: float) -> None:
@@ -43,7 +45,7 @@ class Bill:
 
     @property
     def loses(self) -> bool:
-        """Whether it costs more than it brings, beyond chance: how much a round scatters is known the less, the fewer
-        there were."""
+        """Whether the model costs more than it saves, beyond chance. The fewer rounds there were, the less is known of
+        how much they scatter, and the wider the margin is."""
         chance = math.sqrt(self._squares * (1.0 + _FEW / max(1.0, self._rounds)))
         return not self.is_new and self._saved < -_SURE * chance

@@ -28,16 +28,16 @@ from .rounds import Round
 from .unaided import Unaided, replayed
 from .vigil import Habit, Vigil
 
-# What a guess is cut to: beyond 16 tokens so that steps are as wide as whole eights, for an engine prepares each width,
-# a GPU records it, and the first steps measure it.
+# The lengths that a guess may be cut to. Beyond 16 tokens only those whose step is a multiple of 8 wide: each width has
+# to be prepared by the engine, recorded on a GPU, and measured.
 _LENGTHS = frozenset((*range(MAX_DRAFT_LENGTH + 1), *range(23, MAX_GUESS_LENGTH + 1, 8)))
-_FLOOR = 0.05  # no guess goes on once less than this is expected to be reached: no step verifies that cheaply
+_FLOOR = 0.05  # a guess ends once its chance to be accepted so far is below this: no step is that cheap
 
 
 @dataclass(slots=True)
 class Experience:
-    """What rounds showed of the free drafters: how good their guesses were, whether asking pays, and how good the draft
-    model was beside them."""
+    """What rounds have shown of the free drafters: how often their guesses were right, whether asking them pays, and
+    how good the draft model was compared with them."""
 
     records: dict[str, Record] = field(default_factory=dict)
     habit: Habit = field(default_factory=Habit)
@@ -59,7 +59,8 @@ class Commons:
     _experiences: dict[Kind, Experience] = field(default_factory=dict)
 
     def experience(self, kind: Kind) -> Experience:
-        """That of rows of this kind. Where texts repeat, the draft model is compared with free drafters alone."""
+        """The experience with rows of this kind. Where texts repeat themselves, the draft model must be better than
+        free drafters alone would be (``Unaided``)."""
         if kind not in self._experiences:
             self._experiences[kind] = Experience(unaided=Unaided() if kind.repeats else None)
         return self._experiences[kind]
@@ -86,8 +87,9 @@ class Commons:
 
 
 class Best(NamedTuple):
-    """The best guess of a round: the ``plan`` to verify it, cut where it is worth most (nobody's where none pays), the
-    tokens a second and, uncut, the tokens that promises; and whose guess it is."""
+    """The best guess of a round: the ``plan`` that verifies it, cut to its best length (``NOBODY`` where no guess
+    pays); the ``speed`` in tokens a second that this promises; the tokens ``promised`` by the best uncut guess; and
+    ``by`` whom the chosen guess is."""
 
     plan: Plan = NOBODY
     speed: float = 0.0
@@ -100,10 +102,10 @@ _NO_GUESS = Best()
 
 @dataclass(slots=True)
 class Choice:
-    """One row's part in a round. ``asked``: its free drafters guess, and are scored; ``settles``: what that saves says
-    if asking pays. ``otherwise`` are the tokens a second that the draft model promised, 0 where it is not to be asked.
-    Asking took ``spent`` seconds; ``saved`` are those by which steps were the shorter for a guess that was verified,
-    None where none was."""
+    """One row's part in a round. ``asked``: its free drafters guess and are scored; ``settles``: the round counts for
+    whether asking them pays. ``otherwise``: the tokens a second that the draft model promised, 0 where it is not to be
+    asked. ``spent``: the seconds that asking took; ``saved``: the seconds that a verified guess saved, None where none
+    was verified."""
 
     this: Round
     asked: bool = False
@@ -150,8 +152,8 @@ class Cascade:
         self._choice = Choice(Round())
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The text begins with ``prompt``. Drafters that sleep are told of it when they wake, and sleep until that is
-        little beside what was written: the price of asking does not show it."""
+        """The text begins with ``prompt``. Drafters that sleep are told of it only when they wake. The price of asking
+        does not include that, so they sleep on until it is little compared with the time spent writing."""
         if self._vigil.awake:
             self._catch_up(prompt)
             return
@@ -159,8 +161,8 @@ class Cascade:
         self._vigil.put_off(len(prompt) * self._experience.habit.reading / self._pace.prices.without_model(1)[0])
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take in what a round brought, at its end. Rows that draft from each other know as much then, whoever guesses
-        first; other drafters that sleep are told when they wake."""
+        """Take in the text at the end of a round. Siblings are always told now, so that rows that draft from each other
+        know equally much whichever guesses first; other drafters that sleep are told when they wake."""
         choice = self._choice
         if not choice.asked:
             self._tell_eager(tokens)
@@ -183,7 +185,7 @@ class Cascade:
             drafter.take(tokens)
 
     def _replay(self, tokens: Sequence[int], unaided: Unaided) -> None:
-        """Go over what the draft model's round wrote, to see what free drafters alone would have taken for it."""
+        """Replay what the draft model's round wrote, to find how long free drafters alone would have taken for it."""
         promised, instead, begin = self._choice.best.promised, self._choice.plan.instead, self._known
         if self._choice.this.rows > 1 or not (new := tokens[begin:]) or not unaided.wants(promised):
             return
@@ -200,7 +202,7 @@ class Cascade:
 
     @property
     def dozes(self) -> bool:
-        """Whether there is nothing to choose in the next round if the draft model rests: free drafters sleep, too."""
+        """Whether, if the draft model rests, nobody drafts in the next round: the free drafters sleep, too."""
         return self._model is not None and self._fixed is None and self._vigil.sleeps_on
 
     def doze(self, this: Round) -> Plan:
@@ -210,8 +212,8 @@ class Cascade:
         return NOBODY
 
     def choose(self, this: Round, tokens: Sequence[int], limit: int, model_limit: int, allotted: int) -> Plan:
-        """The plan for ``this`` round, after ``tokens``: at most ``limit`` drafts, ``model_limit`` if they are the
-        draft model's, which is ``allotted`` so many."""
+        """The plan for ``this`` round, after the text ``tokens``: at most ``limit`` drafted tokens, or ``model_limit``
+        if the draft model drafts them. ``allotted``: how many the draft model was given by its policy."""
         if self.dozes and not allotted:
             return self.doze(this)
         self._vigil.tick()
@@ -247,12 +249,12 @@ class Cascade:
         return choice.plan
 
     def settle_on(self, plan: Plan) -> None:
-        """What became of the plan among those of other rows."""
+        """Put ``plan`` in place of the row's own: what was agreed with the other rows of the batch."""
         self._choice.plan = plan
 
     def observe(self, fed: Sequence[int], new: Sequence[int], logits: Logits, drafts: Sequence[int] = ()) -> None:
-        """The round's outcome: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V] and wrote ``new``;
-        ``drafts`` are the lengths of the drafts of all rows that shared the step (by default, this row's alone)."""
+        """Learn from the round: the target was ``fed`` [K+1] tokens, gave ``logits`` [>= K+1, V], and ``new`` was
+        committed. ``drafts``: the draft lengths of all rows that shared the step (by default of this row alone)."""
         choice = self._choice
         if not choice.asked:
             return
@@ -270,10 +272,9 @@ class Cascade:
                 choice.saved = self._savings(drafts or [len(fed) - 1], len(new))
 
     def _savings(self, drafts: Sequence[int], tokens: int) -> float:
-        """Seconds that the round was shorter for this row's drafts: what its tokens would have taken otherwise (the
-        row's share of such rounds), less its share of what a step as wide as this one takes longer, and of what the
-        draft model, if it would have been asked, has to make up for. Steps alone: the host's part is what asking makes
-        longer."""
+        """Seconds that this row's guess saved: the row's share of the time that its tokens would have taken otherwise,
+        less its share of what the wider step took longer, and of the reading that the draft model, if it would have
+        been asked, still has to do. Counts steps alone, for the host's time is what asking costs."""
         rows, steps, promised = len(drafts), self._pace.prices.steps(len(drafts)), self._choice.otherwise
         plain, longer = steps[0], steps[max(drafts)] - steps[0]
         otherwise = min(1.0, 1.0 / (plain * promised)) if promised else 1.0
@@ -282,7 +283,7 @@ class Cascade:
         return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
-        """Tell what was written while they slept."""
+        """Tell the free drafters of the text that was written while they slept."""
         if self._known == len(tokens):
             return
         started, late = perf_counter(), len(tokens) - self._known
@@ -302,14 +303,14 @@ class Cascade:
             self._commons.pool.add(tokens)
 
     def _wanted(self, limit: int, rows: int) -> int | None:
-        """The one length that matters: a fixed one, or none at all where a plain step is to be measured. (How long
-        other steps take, those that pay will show.)"""
+        """The draft length that is prescribed: the request's fixed one, or 0 where a plain step is to be measured; else
+        None. (Other steps need not be prescribed: they are measured when they pay.)"""
         if self._fixed is not None:
             return self._fixed
         return 0 if self._pace.survey.wants_plain(limit, rows) else None
 
     def _best_guess(self, rows: int, *, whole: bool) -> Best:
-        """``whole``: no cut, and a guess of any worth before none."""
+        """``whole``: guesses are not cut, and any guess is better than none."""
         seconds = self._pace.prices.without_model(rows)
         plan, plain, promised, by = NOBODY, seconds[0], 1.0, None
         best = 0.0 if whole else 1.0 / plain
@@ -332,8 +333,8 @@ class Cascade:
         return Best(plan, best, promised, by)
 
     def _from_model(self, this: Round, limit: int, allotted: int) -> tuple[int, float]:
-        """How many tokens the draft model should draft, and the tokens per second that promises: any number of them
-        where its policy wants to measure, or to try again after a rest."""
+        """How many tokens the draft model should draft, and the tokens a second that this promises: infinity where its
+        policy wants to measure, or to try again after a rest, so that nothing beats it."""
         if self._model is None or limit <= 0 or not (allotted or self._fixed):
             return 0, 0.0
         if self._fixed is not None:
@@ -342,15 +343,16 @@ class Cascade:
         return allotted, math.inf if this.explores else self._model.speed(allotted, this.rows)
 
     def _waits(self, this: Round, length: int, promised: float) -> bool:
-        """Whether a draft that is only to be measured can be later: the best guess promises more tokens than it is
-        expected to bring. What is measured serves all texts, and the first one should not pay for it where it repeats
-        itself. (Rows of a batch would each wait for the others.)"""
+        """Whether a draft of the model that is only made to be measured can wait, because the best guess promises more
+        tokens than it. What is measured serves all texts, so a text that repeats itself should not pay for it. (In a
+        batch nothing waits: each row would wait for the others.)"""
         assert self._model is not None
         measures = this.why == "measured" and self._fixed is None and this.rows == 1
         return measures and promised > self._model.tokens[min(length, self._model.reach)]
 
     def _where_it_is_as_easy(self, this: Round, promised: float, allotted: int, limit: int) -> tuple[int, float]:
-        """``_from_model`` where the best guess promises so many tokens; in a batch the length is for all rows."""
+        """``_from_model``, corrected for rounds in which the best guess promises ``promised`` tokens (``Easiness``). In
+        a batch only the speed is corrected, for one length serves all rows."""
         assert self._model is not None
         factors, prices = self._experience.easiness.factors(promised), self._pace.prices
         if this.rows > 1:

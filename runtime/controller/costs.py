@@ -17,13 +17,13 @@ from .typical import HARDLY, KNOWN, Typical
 _BELIEVED = KNOWN  # what a table on disk counts for, in measurements: enough to tell how fast the device is today
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host", "quiet")
-_CALM = 8  # rounds after a draft model's last until the target's weights are back in the cache; then steps are plain
+_CALM = 8  # rounds without a draft model after which the target's weights are back in the cache: steps are plain then
 _STRETCH = 4  # plain steps after such a wait that are compared with the steps before it
-_NARROW = MAX_DRAFT_LENGTH + 1  # widths from which the wider ones are told until they were measured twice
-_LEAST = 1e-6  # seconds: a difference of measurements is never less
-_TICK = 1e-9  # seconds: nothing takes less, whatever a clock says that is coarse, or that a test made stand still
-_FEW = 2  # tokens read late that say less of what one takes than the draft around them scatters
-# Steps of 0 to 64 tokens beside each other while nothing says what they take: on CPUs a token more is 0.05 to 0.2.
+_NARROW = MAX_DRAFT_LENGTH + 1  # wider steps are extrapolated from steps up to this width until measured twice
+_LEAST = 1e-6  # seconds: the least that a difference of two measurements is taken for
+_TICK = 1e-9  # seconds: the least that a measurement is taken for, however coarse the clock
+_FEW = 2  # with so few tokens read late, the draft scatters by more than reading them takes: they are no measurement
+# Relative costs of steps of 0 to 64 tokens while none is known: on CPUs each further token adds 0.05 to 0.2.
 UNKNOWN = [1.0 + 0.1 * max(0, width - 1) for width in range(MAX_GUESS_LENGTH + 2)]
 _SHORTEST_CONTEXT = 7  # bits: contexts below 128 tokens are one bucket, and from there every doubling is
 
@@ -34,8 +34,8 @@ def context_bucket(past: int) -> int:
 
 
 class Step(NamedTuple):
-    """What was paid for: ``part`` is one of ``PARTS``. Of the draft ``width`` is the steps of a round; of all but that
-    and the target's two it is always 1."""
+    """Something that took time: ``part`` is one of ``PARTS``. ``width`` is the width of a step of the target, for part
+    "draft" the number of steps in a round, and 1 for all other parts."""
 
     part: str
     rows: int
@@ -55,13 +55,15 @@ class Cost:
 
 
 class Costs:
-    """Measured seconds on this device, shared by all requests: a step of the target (and the verdict on its rows of
-    logits, of which there are as many) by rows, context and width, one without a draft when no draft model has run for
-    a while (its weights and the target's may not fit into a cache together: 20 to 30 % less on the demo pair), a draft
-    by rows, context and length, a token of text that a draft had missed while others drafted, and the host's part of a
-    round by rows, on average and where nobody was asked to draft; all as if the device were always as fast
-    (``Tempo``). Recording is cheap, for every round does it; looking up is not. What is not known of a place in the
-    table is taken from the nearest places that were measured, scaled by what both know."""
+    """Measured seconds on this device, shared by all requests.
+
+    Kept are (``PARTS``): a step of the target with the verdict on its logits, by rows, context and width; a plain step,
+    without a draft and some rounds after a draft model last ran (both models' weights may not fit into a cache
+    together: 20 to 30 % less on the demo pair); a draft, by rows, context and length; the reading of a token that a
+    draft model had missed while others drafted; and the host's part of a round, by rows, on average ("host") and where
+    nobody was asked to draft ("quiet"). All of it is corrected to a device of constant speed (``Tempo``). Recording is
+    cheap, for every round does it; looking up is not. A place of the table without measurements takes those of the
+    nearest measured places, scaled by the widths that both know."""
 
     def __init__(self, known: Iterable[Cost] = (), tempo: Tempo | None = None) -> None:
         """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one
@@ -96,9 +98,9 @@ class Costs:
         modelled: bool = True,
         asked: bool = False,
     ) -> None:
-        """A step and the verdict on its rows. ``past`` is the mean context of the rows; ``drafts``: it verified some;
-        ``modelled``: the draft model ran in this round; ``asked``: free drafters did, and what they left in the cache
-        makes it longer."""
+        """A step of the target, with the verdict on its rows, took ``seconds``. ``past``: the mean context of the rows;
+        ``drafts``: the step verified drafts; ``modelled``: the draft model ran in this round; ``asked``: free drafters
+        were asked, which makes the step longer (they take up the cache)."""
         self._calm, self._stretch = (0, 0) if modelled else (self._calm + 1, self._stretch)
         plain, bucket = not drafts and not asked and self._calm > _CALM, context_bucket(past)
         self._stretch += plain
@@ -117,11 +119,11 @@ class Costs:
         self.knows_plain |= plain and self.coverage.times(rows, PLAIN) >= PLAIN_KNOWN
 
     def disturb(self) -> None:
-        """A draft model has run, besides rounds: it took a prompt in."""
+        """The draft model has run outside a round: it read a prompt."""
         self._calm = 0
 
     def record_draft(self, rows: int, steps: int, seconds: float, past: int = 0, late: int = 0) -> None:
-        """``steps`` of the draft, the first of which took in ``late`` committed tokens that it usually has not to."""
+        """A draft of ``steps`` steps took ``seconds``; the first also read ``late`` tokens more than is usual."""
         if not steps:
             return
         bucket, tokens = context_bucket(past), rows * late  # a step is a rectangle
@@ -152,9 +154,9 @@ class Costs:
         return {Step(*step): weight for step, weight in self._weights.items()}
 
     def slowness(self, rows: int) -> float:
-        """How slow the device was, on average, where ``rows`` rows stepped: what that took over what it is said to
-        take. Beside other steps, in the same minutes, it may be more than elsewhere: what models leave of each other in
-        a cache shows as slowness, too."""
+        """How slow the device was, on average, in rounds of ``rows`` rows: what they took, over what the tables say. It
+        may differ between batch sizes in the same minutes: models that displace each other from the cache look like a
+        slow device, too."""
         paid, slow = (
             sum(self.price({step: times for step, times in each.items() if step.rows == rows}).values())
             for each in (self.counts, self.weights)
@@ -162,16 +164,16 @@ class Costs:
         return slow / paid if paid else 1.0
 
     def usual(self, seconds: float) -> float:
-        """What something that took so long just now takes when the device is as fast as usual: only that can be
-        compared with what is said here. Of a clock that was put back meanwhile it is nothing."""
+        """``seconds``, measured just now, as they would be if the device were as fast as usual: the unit of all that is
+        said here. 0 where the clock was put back meanwhile."""
         return max(0.0, seconds) / self._tempo.slowness
 
     def target(self, rows: int, past: int = 0) -> list[float] | None:
-        """Seconds of a step of each width from 0 to 64: between measured widths a straight line, beyond them as much
-        more as a token took on average below. No step costs more than a wider one: where measurements say so, both cost
-        what all these did on average. A width that was measured in a bad moment would else be avoided for good; so a
-        wide one counts only when it was measured twice. Of one width alone the others are told (``UNKNOWN``).
-        None while nothing was measured."""
+        """Seconds of a step of each width from 0 to 64. Between measured widths it is a straight line; beyond them each
+        token adds what one added on average below. No step may cost more than a wider one: where measurements say so,
+        all widths concerned get their mean. A width beyond 17 counts only once it was measured twice, or one that was
+        measured in a bad moment would be avoided for good. From a single measured width the others follow by
+        ``UNKNOWN``. None while nothing was measured."""
         bucket = context_bucket(past)
         if not (known := self._known("target", rows, bucket)):
             return None
@@ -183,9 +185,9 @@ class Costs:
         return _line(_rising(known, self._times("target", rows, bucket, known)), MAX_GUESS_LENGTH + 1)
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:
-        """Seconds of a step of ``width`` tokens, the least, without drafts, while no draft model runs. Of another
-        context or number of rows it is as much less than other steps as here; while it was hardly measured, it is as
-        they are. None while nothing was."""
+        """Seconds of a plain step of ``width`` tokens (the least width there is), while no draft model runs. Where it
+        was measured with other rows or contexts only, it is scaled as other steps are; where it was hardly measured at
+        all, it is taken for any step of that width. None while nothing was measured."""
         table, bucket = self._tables.get("plain", {}), context_bucket(past)
         typicals = {place: widths[width] for place, widths in table.items() if width in widths}
         places = [place for place, typical in typicals.items() if typical.faded or len(typical) >= PLAIN_KNOWN]
@@ -199,13 +201,13 @@ class Costs:
         return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))
 
     def doubt(self, rows: int) -> float:
-        """How far what a plain step is said to take may be off beside the others, as a share of it (one standard
-        error): it was compared with them only as often as they came before it."""
+        """The standard error of what a plain step takes compared with other steps, as a share of it. They were compared
+        only as often as plain steps followed others."""
         return self._tempo.scatter / math.sqrt(max(1, self._compared[rows.bit_length()]))
 
     def drafts(self, rows: int, past: int = 0) -> list[float]:
-        """Seconds of 0 to 63 steps of the draft, one after the other: the first takes two tokens, often, and finds
-        little in the cache. 0 while none was ever measured."""
+        """Seconds of a draft of 0 to 63 steps in a row. The first step is longer: it often reads two tokens, and finds
+        little in the cache. 0 while no draft was measured."""
         return self._drafts(rows, context_bucket(past))
 
     def _drafts(self, rows: int, bucket: int) -> list[float]:
@@ -219,8 +221,8 @@ class Costs:
         return self.drafts(rows, past)[steps] / steps
 
     def catch_up(self, rows: int, late: int, guess: float = 0.0) -> float:
-        """Seconds that a draft step takes longer for ``late`` committed tokens that it usually has not to read:
-        ``guess`` for each while that was never measured."""
+        """Seconds by which a draft is longer that has to read ``late`` tokens more than is usual; ``guess`` seconds for
+        each while that was never measured."""
         return rows * late * self._known("catch-up", rows, 0).get(1, guess)
 
     def host(self, rows: int) -> float:
@@ -262,8 +264,9 @@ class Costs:
         telling: bool = False,
         counts: bool = True,
     ) -> None:
-        """``telling``: it says how slow the device is, and what it takes only where other steps came before, for tempo
-        has gone along with its like; ``counts``: it says what such steps take."""
+        """``telling``: the measurement tells how slow the device is now. Then it tells what such a step takes only
+        where the step before was of another kind, for the tempo has already followed steps of the same kind.
+        ``counts``: it tells what such a step takes."""
         step, seconds = (part, rows, bucket, width), max(_TICK, seconds)
         if (typical := self._typicals.get(step)) is None:
             typical = self._typicals[step] = self._begun(*step)
@@ -293,8 +296,8 @@ class Costs:
         return {width: typical.seconds for width, typical in self._tables[part][rows, bucket].items() if typical}
 
     def _begun(self, part: str, rows: int, bucket: int, width: int) -> Typical:
-        """That of a step, which is thought to take what it does on the contexts nearest to these, if it is known
-        there: what they differ in shows, and is less than a few measurements err."""
+        """The (new) entry of a step. It begins with what such a step takes on the nearest context where it is known:
+        the difference is less than a few measurements err, and later measurements correct it."""
         typical, table = self._typical(part, rows, bucket, width), self._tables[part]
         places = [place for place, widths in table.items() if place[0] == rows and len(widths.get(width, ())) >= KNOWN]
         if places and not typical:

@@ -1,20 +1,21 @@
 """Decides which draft lengths are measured whatever they promise: those whose steps were measured too seldom, or too
-long ago. (What they took is for ``Costs`` to know.)"""
+long ago. (``Costs`` keeps what they took.)"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 
-# The start-up measurement: draft lengths and how often each; all still write text. A batch has its own (for each
-# doubling of its rows): what rows cost together cannot be told from one. The first two say roughly what all cost.
+# The start-up measurement: draft lengths in order, and how often each is measured; these rounds write text like others.
+# Batches have a measurement of their own for each doubling of rows, for their costs do not follow from those of one
+# row. The first two lengths already tell roughly what all cost (_ROUGHLY).
 _FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
 LONGEST_FIRST = max(_FIRST_ALONE[0])
-# Rounds: a length of the start-up measurement that was not used for so long is measured anew, once, for a device is not
-# always as fast; the next time after twice as many, up to 16 times.
+# A length of the start-up measurement that was not used for _STALE rounds is measured once more, for the speed of a
+# device changes; the next time after twice as many rounds, up to 16 times as many.
 _STALE, _DOUBLINGS = 256, 4
-_OFTEN = 128  # rounds after which plain steps are compared anew while a choice hangs on how they compare
-# Measurements of plain steps before they are known: of two the less would count, and stay where drafting pays.
+_OFTEN = 128  # rounds after which plain steps are compared with others anew, while a choice depends on that
+# Measurements after which plain steps count as known. (Of only two the less counts, and would stay if drafting pays.)
 PLAIN_KNOWN = 3
 PLAIN = 0  # where plain steps are counted among the widths
 

@@ -1,5 +1,5 @@
-"""Decides how much more to expect of the draft model where free drafters expect to be right as well: what is easy for
-one is easy for the other, so the mean over all rounds says too little just where the two are compared.
+"""Decides how much more to expect of the draft model in rounds where free drafters expect to be right. What is easy for
+one is easy for the other, so the draft model's mean over all rounds is too low exactly where the two compete.
 
 Classes come from free drafters' guesses, which are functions of past rounds: a draft length may depend on them under
 every rule.

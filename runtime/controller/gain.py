@@ -1,12 +1,14 @@
-"""Says what a round is worth that promises so many tokens and takes so long: whether a draft pays, and how long."""
+"""Says what a round is worth by the tokens it promises and the time it takes: whether a draft pays, and which
+length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What tokens count for that a row of a batch writes beyond what the slowest does: it leaves sooner, the slowest stays,
-# and a step of fewer rows saves less than the share of those that left (0.5 to 0.75 of it, with 2 to 16 rows). Of the
-# draft model's it is more, for rows that are behind in one round are ahead in another; those that repeat go on.
+# What a token counts for that a row of a batch writes beyond what the slowest row writes. Such a row ends sooner, but
+# the batch lasts as long as its slowest row, and a step of fewer rows saves only 0.5 to 0.75 of the share of those that
+# left (2 to 16 rows). Tokens of the draft model count more than guesses: a row that is behind in one round is ahead in
+# another, while a row whose text repeats stays ahead.
 BY_DRAFTS, BY_GUESSES = 0.8, 0.5
 _MARGIN = 1.1
 
@@ -32,15 +34,15 @@ def cap(
 
 
 def pays(faster: float, longer: float) -> bool:
-    """Whether to draft at all for a round that promises to be ``faster`` by that factor and takes ``longer`` by that
-    one. What it takes beyond a round without drafts counts 1.1: near the break-even there is nothing to gain, and
-    estimates err."""
+    """Whether to draft at all: ``faster`` is the factor by which the round promises more tokens a second than one
+    without drafts, ``longer`` the factor by which it takes more time. The additional time counts 1.1 times, because
+    near the break-even there is little to gain and estimates err."""
     return faster * longer > 1.0 + _MARGIN * (longer - 1.0)
 
 
 def worth(tokens: Sequence[float], ahead: float) -> float:
-    """What a round counts for in which the rows of a batch expect so many ``tokens`` each: those that a row has beyond
-    the slowest count ``ahead`` (``BY_DRAFTS``, ``BY_GUESSES``)."""
+    """What a round counts for, in tokens, whose rows expect so many ``tokens`` each: tokens that a row has beyond the
+    slowest row count ``ahead`` (``BY_DRAFTS`` or ``BY_GUESSES``)."""
     if len(tokens) == 1:
         return tokens[0]
     slowest = len(tokens) * min(tokens)

@@ -11,12 +11,12 @@ from .rounds import Round
 
 
 class Plan(NamedTuple):
-    """Who drafts for a row this round: the free drafter called ``guesser`` its ``tokens``, or the draft model
-    ``length`` of them. Without either it is nobody, whatever else the plan says.
+    """Who drafts for a row in this round: the free drafter ``guesser``, whose guess is ``tokens``; or the draft model,
+    ``length`` tokens. With neither, nobody does.
 
-    ``expected`` tokens of a round with drafts of 0, 1, 2, ... say what cutting the draft would cost, which must not be
-    done to one that is ``whole``. ``instead`` is what the row would do where the others' plans make this one a bad one.
-    """
+    ``expected``: the tokens that the round is expected to bring with drafts of 0, 1, 2, ..., which says what it costs
+    to cut the draft. A plan that is ``whole`` must not be cut. ``instead``: what the row does where the plans of the
+    other rows make this one a bad choice."""
 
     guesser: str = "none"
     tokens: Sequence[int] = ()
@@ -59,9 +59,9 @@ NOBODY = Plan()
 
 
 def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Plan]:
-    """What is best for rows that share a step, which is as wide for all as for the longest draft, and waits for the
-    draft model if one row asks it: of plans with it and without it those that promise more, and no row's draft longer
-    than pays for all."""
+    """The best plans for rows that share a step: the step is as wide as the longest draft needs, and waits for the
+    draft model if any row asks it. Of the plans with the draft model and those without it, the ones that promise more;
+    no row's draft is longer than pays for all rows together."""
     if not any(plan.drafts for plan in plans):
         return plans
     speed, with_model = _cut([plan.beside_model() for plan in plans], prices)
@@ -72,13 +72,13 @@ def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Pla
 
 
 def beside(speed: float, tokens: float, missed: float) -> float:
-    """Tokens a second of a round without the draft model, which then lacks what a row of it wrote: the seconds that the
-    model takes for what it ``missed`` are of that round's making. ``speed`` is that of its ``tokens`` alone."""
+    """Tokens a second of a round without the draft model, if the seconds are counted, too, that the model will take to
+    read what it ``missed`` in it. ``speed``: the tokens a second of the round by itself, ``tokens``: what it writes."""
     return tokens / (tokens / speed + missed) if speed else 0.0
 
 
 def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
-    """What ``plans`` are worth a second where they are cut best, and so cut."""
+    """The plans, cut to the length that is best for all, and what they are worth then, in tokens a second."""
     rows, modelled = len(plans), any(plan.length for plan in plans)
     seconds = prices.with_model(rows) if modelled else prices.without_model(rows)
     ahead = BY_DRAFTS if modelled else BY_GUESSES

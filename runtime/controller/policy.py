@@ -26,9 +26,9 @@ from .survey import Survey
 _ROW_DECAY, _LASTING_DECAY = 0.95, 0.995  # per round: about the last 40 of a request count, the last 400 of all
 _REFRESH, _SELDOM, _FRESH = 8, 32, 16
 _PROBE_LENGTH = 2
-_CLEAR = 1.6  # a gain so large is one whatever a draft model in the cache makes of the target's steps
-_SURE = 2.0  # standard errors of what is known of that: a gain that is one even so is clear, too
-_HOPE = 1.0  # standard errors above what was seen: what drafting must still fail to pay at before it rests
+_CLEAR = 1.6  # a gain so large is real however much a draft model in the cache slows the target's steps down
+_SURE = 2.0  # standard errors of that slow-down, once it is measured: a gain that exceeds them is real, too
+_HOPE = 1.0  # standard errors: drafting rests only if it would not pay even at an acceptance so much above that seen
 
 
 class Seen:
@@ -41,8 +41,8 @@ class Seen:
 
 
 class Pace:
-    """What all requests of a decoder share about the draft model, from round to round: prices, acceptance so far, and
-    the off switch."""
+    """What all requests of a decoder share about the draft model: prices, the acceptance seen so far, and whether it
+    rests."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         """``narrowest`` as for ``Prices``."""
@@ -60,19 +60,20 @@ class Pace:
         return self._seen.setdefault(kind, Seen(kind))
 
     def start(self) -> None:
-        """New requests begin: the switch is on. What was read for the last ones is on the bill now."""
+        """New requests begin: the draft model does not rest, and is charged for the prompts that it read for the last
+        ones."""
         self.enter()
         self.rest.restart()
         self._reading.end()
 
     def reach(self, policies: Sequence[Policy], room: int) -> int:
-        """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens; all, where
-        a draft is fixed: it depends on no clock."""
+        """How many of a prompt's last tokens the draft model reads before answers of up to ``room`` tokens. All of them
+        where a request has a fixed draft length: such a draft must not depend on measured times."""
         return self._reading.reach(len(policies), room) if bills_of(policies) else ALL
 
     def abstains(self, policies: Sequence[Policy], tokens: int) -> bool:
-        """Whether a new text begins without the draft model, which has not earned what it took: its prompt of so many
-        ``tokens`` is not even read, until it has rested for long enough to pay for that and for a try."""
+        """Whether a new text begins without the draft model because it loses on these bills. It then does not even read
+        the prompt of ``tokens`` tokens, until it has rested long enough to pay for that and for a try."""
         bills = bills_of(policies)
         if not bills or not lose(bills):
             return False
@@ -86,14 +87,14 @@ class Pace:
         self._reading.begin(bills_of(policies), tokens, seconds)
 
     def enter(self) -> None:
-        """Take in what rounds showed: now all estimates are of this minute."""
+        """Enter all that rounds have shown, so that every estimate is up to date."""
         self.ledger.enter()
         self._standing.clear()
 
     def tick(self, rows: int = 1, past: int = 0, late: Callable[[], int] = lambda: 0) -> Round:
         """A round begins, of so many ``rows`` on contexts of ``past`` tokens on average; ``late`` as for ``Round``.
-        Prices serve for 8 rounds, and of rest for 32; a length that was chosen for what it promises serves until what
-        rounds showed is entered."""
+        Prices are looked up every 8 rounds, every 32 while the draft model rests. A length that was chosen for what it
+        promises is kept until the next entry of what rounds showed."""
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
@@ -109,14 +110,14 @@ class Pace:
 
     @property
     def idle(self) -> bool:
-        """Whether the draft model rests through this round, for not even a try can be due."""
+        """Whether the draft model rests in this round without asking if a try is due."""
         return self.rest.resting and self._rounds % _REFRESH != 0
 
     def lengths(self, this: Round, policies: Sequence[Policy], limits: Sequence[int]) -> list[int]:
-        """Drafts for ``this`` round of each request, up to its limit.
+        """The draft lengths of the requests in ``this`` round, each up to its limit.
 
-        A step is a rectangle, so one length serves all that have no fixed one: argmax of (expected tokens of all) /
-        (expected seconds).
+        A step is a rectangle, so all requests without a fixed length get the same one: argmax of (expected tokens of
+        all) / (expected seconds).
         """
         this.limits, requests = limits, list(zip(policies, limits, strict=True))
         if auto := [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]:
@@ -126,9 +127,9 @@ class Pace:
     def settle(
         self, this: Round, policies: Sequence[Policy], tokens: Sequence[int], length: int, late: int, steps: int = 0
     ) -> None:
-        """A round is over in which the draft model proposed: how many ``tokens`` each request got, the ``length`` of
-        the longest draft, how many were read ``late``, and the ``steps`` that were paid, if that is more (a draft
-        that comes at once is asked for longer than it gets). What was measured and not chosen is on nobody's bill."""
+        """A round in which the draft model proposed is over: the ``tokens`` that each request got, the ``length`` of
+        the longest draft, how many tokens were read ``late``, and the ``steps`` that were paid, if that is more (a
+        draft that comes at once is asked for longer than it gets). Rounds that were made to measure are on no bill."""
         self._reading.proposed = True
         if this.why != "measured":
             drafted = length, max(length, steps)
@@ -141,16 +142,16 @@ class Pace:
         unverified = prices.steps(rows)[asked] - prices.steps(rows)[length]
         took = prices.with_model(rows)[asked] - unverified + prices.catch_up(rows, late)
         plain, step = prices.with_model(rows)[0], prices.costs.host(rows) + prices.steps(rows)[0]
-        # without the model all steps would be as much shorter as plain ones are where it does not run
+        # Without the model all steps would be shorter, by as much as plain steps are while it does not run.
         without = worth(tokens, BY_DRAFTS) * plain / max(rows, step * this.otherwise) * (1.0 + prices.costs.doubt(rows))
         for bill in bills:
             bill.record(without - took)
 
     def watch(self, this: Round, policies: Sequence[Policy], *, at_once: bool = False) -> Watch | None:
-        """What may end the drafts of ``this`` round early, or let them go on beyond the length that was chosen for
-        them, up to their limits: nothing where a length is fixed, measured or tried. Where all of a draft comes
-        ``at_once``, that is paid whoever ends it: the limit is twice what was chosen, and only what verifies it has a
-        price."""
+        """A Watch that ends the drafts of ``this`` round early, or lets them go on beyond the chosen length up to their
+        limits; None where a length is fixed, measured or tried. Where the tokens of a draft come ``at_once``, they are
+        paid for wherever the draft ends: then it may be twice as long as chosen, and only its verification is priced.
+        """
         auto = [policy for policy in policies if isinstance(policy, AutoLength)]
         if not this.length or this.explores or len(auto) < len(policies):
             return None
@@ -160,8 +161,8 @@ class Pace:
         return Watch(chances, rates, [min(limit, longest) for limit in this.limits], seconds, self._local(this, auto))
 
     def _local(self, this: Round, auto: Sequence[AutoLength]) -> float:
-        """Tokens a second of the last watched rounds of these requests, shrunk to what the chosen length promised:
-        the price of time is the rate at which their text is written here and now."""
+        """Tokens a second in the last watched rounds of these requests, shrunk towards what the chosen length promises.
+        This is the price of time: the rate at which their text is being written now."""
         seconds, length = self.prices.with_model(this.rows), this.length
         tokens = took = 0.0
         for policy in auto:
@@ -172,15 +173,15 @@ class Pace:
         return tokens / took
 
     def _tries(self, this: Round, bills: Sequence[Bill]) -> bool:
-        """Whether a try after a rest is due (every 8 rounds it may be): it costs what it takes, for it may bring
+        """Whether a try after a rest is due (asked every 8 rounds). All its time counts as cost, for it may bring
         nothing."""
         if self.idle:
             return False
         return self.rest.affords(self._trial(bills, this.rows) + self.prices.catch_up(this.rows, this.late()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
-        """Seconds that a try takes beyond rounds without drafts: one round; where the draft model has not earned what
-        it took, as many as a new bill asks for."""
+        """Seconds by which a try is longer than rounds without drafts. A try is one round, or, where the draft model
+        loses on its bills, as many rounds as a new bill needs."""
         seconds = self.prices.with_model(rows)
         return (TRIAL if lose(bills) else 1) * (seconds[_PROBE_LENGTH] - seconds[0])
 
@@ -192,7 +193,7 @@ class Pace:
         self.rest.attempt()
 
     def _choose(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> None:
-        """The length for these requests, each with its limit: the same while what rounds showed is not entered."""
+        """Choose the length for these requests, each with its limit; it stays until what rounds showed is entered."""
         place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in requests)
         if standing := self._standing.get(place, 0):
             this.length = standing
@@ -236,14 +237,14 @@ class Pace:
         return length > 0 and pays(speeds[length] / (faster * speeds[0]), seconds[length] / seconds[0])
 
     def _hinges(self, speeds: Sequence[float], rows: int) -> bool:
-        """Whether these speeds would pay no more if plain steps were as short as they may be, for all that is known."""
+        """Whether drafting would no longer pay if plain steps were as short as their measurements still allow."""
         costs = self.prices.costs
         faster = math.exp(_SURE * costs.doubt(rows)) if costs.knows_plain else _CLEAR
         return not self._pays(speeds, _largest(speeds), rows, faster)
 
     def _hoped(self, requests: Sequence[tuple[AutoLength, int]], rows: int) -> int:
-        """The length that would pay at the speeds to hope for; else 0. A draft that rests must catch up, so that it
-        seldom gets a second chance in a text."""
+        """The length that would pay if acceptance were better than seen by _HOPE standard errors; else 0. (A draft
+        model that rests must catch up first, so it seldom gets a second chance in a text.)"""
         speeds = self._hopes(requests, rows, _HOPE / math.sqrt(len(requests)))  # rows err each for itself
         best = _largest(speeds)
         return best if self._pays(speeds, best, rows) else 0
@@ -252,13 +253,13 @@ class Pace:
         return _largest(self._hopes(requests, rows, _HOPE))
 
     def _hopes(self, requests: Sequence[tuple[AutoLength, int]], rows: int, errors: float) -> list[float]:
-        """Tokens a second if these requests' drafts are as good as the little that was seen of them does not rule out,
-        so many standard ``errors`` above it."""
+        """Tokens a second by length if acceptance is so many standard ``errors`` above what was seen of these
+        requests."""
         return self._speeds([(request.hoped(errors), limit) for request, limit in requests], rows)
 
     def _speeds(self, requests: Sequence[tuple[Sequence[float], int]], rows: int) -> list[float]:
-        """The same as they are expected; of a round without drafts the least that it may be, as far as is known: to
-        draft in vain shows on a bill, to rest in vain nowhere."""
+        """Expected tokens a second by length, of requests as (expected tokens, limit). A round without drafts counts at
+        the low end of what is known of it: a bill shows when drafting was wrong, but nothing shows when resting was."""
         prices, speeds = self.prices, []
         for tokens, seconds in zip(_tokens_of(requests), prices.with_model(rows), strict=False):
             speeds.append(worth(tokens, BY_DRAFTS) / (seconds + prices.again(rows, max(tokens))))

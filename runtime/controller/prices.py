@@ -11,10 +11,10 @@ _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something el
 
 
 class Prices:
-    """Expected seconds of rounds, by how many rows share the step; as ``UNKNOWN`` says while nothing is measured.
-    ``past`` is the mean context of those rows, ``narrowest`` the least width the target steps with (requests may differ
-    in it), ``reading`` what the draft model takes for a token of a prompt, 0 while it read none, and ``rereads``
-    whether it reads again what is accepted of its drafts."""
+    """Expected seconds of rounds, by how many rows share the step; relative ones (``UNKNOWN``) while none is measured.
+    ``past``: the mean context of the rows. ``narrowest``: the least width of the target's steps, which depends on the
+    requests. ``reading``: the draft model's seconds for a token of a prompt, 0 while it has read none. ``rereads``:
+    whether it reads the accepted tokens of its drafts again."""
 
     def __init__(self, costs: Costs, narrowest: int = 1) -> None:
         self.costs, self.narrowest, self.past = costs, narrowest, 0
@@ -36,7 +36,7 @@ class Prices:
             table.clear()
 
     def steps(self, rows: int) -> list[float]:
-        """Of the target's step that verifies 0..63 drafts."""
+        """Seconds of the target's step that verifies 0..63 drafted tokens."""
         if (known := self._steps.get(rows)) is None:
             steps = self.costs.target(rows, self.past) or UNKNOWN
             widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
@@ -44,8 +44,8 @@ class Prices:
         return known
 
     def without_model(self, rows: int) -> list[float]:
-        """Of a round with 0..63 drafts that cost nothing. Without any it is a step as such steps are where no draft
-        model runs, if that is known."""
+        """Seconds of a round that verifies 0..63 drafted tokens which cost nothing. With 0 the step is a plain one, as
+        it is while no draft model runs, if that was measured."""
         if (known := self._without.get(rows)) is None:
             host, steps = self.costs.host(rows), self.steps(rows)
             plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
@@ -53,7 +53,7 @@ class Prices:
         return known
 
     def with_model(self, rows: int) -> list[float]:
-        """The same with 0..63 drafts of the draft model; without any, of a round in which nobody is asked."""
+        """Seconds of a round with 0..63 tokens of the draft model; with 0, of a round in which nobody is asked."""
         if (known := self._with.get(rows)) is None:
             drafts, free = self.costs.drafts(rows, self.past), self.without_model(rows)
             known = [draft + step for draft, step in zip(drafts, free, strict=True)]
@@ -62,24 +62,25 @@ class Prices:
         return known
 
     def again(self, rows: int, written: float) -> float:
-        """Of what the draft model takes longer for its next draft where a round with it wrote so many tokens: nothing,
-        unless it reads again what was accepted."""
+        """Seconds by which the draft model's next draft is longer after a round of its own that wrote ``written``
+        tokens: 0, unless it reads accepted tokens again."""
         return self.catch_up(rows, written - 1.0) if self.rereads else 0.0
 
     def missed(self, rows: int, written: float) -> float:
-        """The same where a round without it wrote so many: at the least it has not read the last of them."""
+        """The same after a round in which others drafted; it reads the last token in any case."""
         return self.catch_up(rows, written if self.rereads else written - 1.0)
 
     def catch_up(self, rows: int, late: float) -> float:
-        """Of what the draft model takes longer for ``late`` tokens that it usually has not to read: as long as for
-        those of a prompt while that was never measured."""
+        """Seconds by which a draft is longer that has to read ``late`` tokens more than is usual. While that was never
+        measured, each takes as long as a token of a prompt."""
         if (each := self._missed.get(rows)) is None:
             each = self._missed[rows] = self.costs.catch_up(rows, 1, self.reading)
         return late * each
 
     def read(self, tokens: int, seconds: float) -> float:
-        """The draft model read so many ``tokens`` of prompts, which took so long. (What a few take says little of what
-        one of many does.) What that usually takes: one that stalled is neither the price nor a reason to rest."""
+        """The draft model read ``tokens`` tokens of prompts in ``seconds``. Few tokens say little of what each one of
+        many takes, so they do not change the price. Returns the seconds that this usually takes: a prompt that stalled
+        is neither a price nor a reason to rest."""
         took, known = self.costs.usual(seconds), self.reading
         if known and tokens >= _A_PROMPT:
             took = min(took, _OUTLIER * known * tokens)

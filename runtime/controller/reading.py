@@ -1,4 +1,4 @@
-"""Decides how much of a prompt the draft model reads, and what that was good for."""
+"""Decides how much of a prompt the draft model reads, and who is charged for that."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from .bill import Bill
 from .prices import Prices
 
-# Tokens of a prompt that are read. (Of the demo pair 1 to 2 would do; other texts may look farther back.) How much
-# cheaper one is than a plain round, before it was measured.
+# _READ: the factor in ``reach``. (For the demo pair 1 to 2 would do; other texts may look farther back.) _CHEAPER: how
+# many times cheaper a token of a prompt is than a plain round, until that was measured.
 _READ, _LEAST_READ, _CHEAPER = 3.0, 32, 20.0
 
 
 class Reading:
-    """What the draft model read of prompts, until it is known whether it proposed anything for it (``proposed``)."""
+    """What it cost that the draft model read prompts, kept until it is known whether it ``proposed`` anything there."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices

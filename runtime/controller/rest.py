@@ -6,10 +6,10 @@ _FIRST_SHARE, _SHARE_OF_A_NEW_TEXT, _LEAST_SHARE = 1 / 32, 1 / 128, 1 / 512
 
 
 class Rest:
-    """The off switch, shared by all rows of a decoder because they share its steps. Where drafting does not pay it
-    rests, and is tried again once a try costs no more than 1/32 of the time it has rested since the last. Each failed
-    try halves that share, down to 1/512. (A draft that rested has all that was written meanwhile to make up for. Where
-    that alone takes more than such a share of writing it, the next text is tried, of which it lacks nothing.)"""
+    """Whether the draft model rests, for all rows of a decoder, because they share its steps. Where drafting does not
+    pay it rests, and is tried again once a try costs no more than 1/32 of the time rested since the last try. Each
+    failed try halves that share, down to 1/512. (After a rest the draft model must first read all that was written
+    meanwhile. Where that alone costs more than the share, the next try comes with the next text.)"""
 
     def __init__(self) -> None:
         self.resting = self._tried = False
@@ -34,8 +34,8 @@ class Rest:
         self.resting, self._tried = True, False
 
     def restart(self) -> None:
-        """The text is another one: on, if what is known says so; and where drafting did not pay before, the first try
-        is not put off for as long."""
+        """A new text begins: the draft model does not rest, and if it has to, the first try comes sooner than in a text
+        where several tries failed."""
         self.resting = self._tried = False
         self._share = max(self._share, _SHARE_OF_A_NEW_TEXT)
 

@@ -1,4 +1,4 @@
-"""What belongs to one round and ends with it: made at its start and handed to all who decide something in it."""
+"""The state of one round: made when it begins, and handed to all that decide something in it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Why = Literal["promises", "measured", "tried"]
 
 @dataclass(slots=True)
 class Round:
-    """``rows`` share its step; ``late`` says, if it is asked, for how many tokens the draft model has to make up, and
-    ``limits`` are the longest drafts that it may give each row.
+    """``rows``: how many share the step. ``late()``: how many tokens the draft model still has to read. ``limits``: the
+    longest drafts that it may make for each row.
 
-    ``length`` is that of the draft model's drafts where a request asks for no fixed one, and ``why`` it is: because
-    nothing else promises as much (be it none), or, whatever it promises, to be measured or tried after a rest.
-    ``otherwise`` are the tokens a second that guesses promise; 0 where nobody guesses.
+    ``length``: the length of the draft model's drafts for requests without a fixed one. ``why`` it was chosen:
+    "promises", because it promises most (this may be 0); "measured" or "tried", to learn something, whatever it
+    promises. ``otherwise``: the tokens a second that guesses promise, 0 where nobody guesses.
     """
 
     rows: int = 1

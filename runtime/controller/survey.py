@@ -10,8 +10,8 @@ from .prices import Prices
 
 
 class Survey:
-    """Lengths to be measured, whatever they promise; what they show is entered at once. ``unclear``: what a plain step
-    takes decides whether to draft, as far as it is known."""
+    """Which lengths are to be measured next, whatever they promise; their rounds are entered at once. ``unclear``:
+    whether drafting pays depends on what a plain step takes, within the error of its measurements."""
 
     def __init__(self, prices: Prices, ledger: Ledger) -> None:
         self._prices, self._ledger = prices, ledger
@@ -20,15 +20,16 @@ class Survey:
         self._plain: dict[tuple[int, int], bool] = {}
 
     def tick(self, *, fresh: bool) -> None:
-        """A round begins. What is wanted is asked every round; that nothing is stands until prices are ``fresh``."""
+        """A round begins. An answer that something is to be measured holds for one round, the answer that nothing is
+        holds until prices are ``fresh``."""
         if self._first and (fresh or any(length is not None for length in self._first.values())):
             self._first.clear()
         if fresh or any(self._plain.values()):
             self._plain.clear()
 
     def first_length(self, limit: int, rows: int, best: Callable[[], int]) -> int | None:
-        """The length that a measurement asks for; None when there is none to make. It is 0 while a plain step has to be
-        known to say whether drafting pays. ``best`` as for ``Coverage.first_length``."""
+        """The draft length to measure next, None if there is none. It is 0 where a plain step must be measured to say
+        whether drafting pays. ``best`` as for ``Coverage.first_length``."""
         place = min(limit, LONGEST_FIRST), rows
         if self._doubts(rows):
             first: int | None = 0

@@ -1,12 +1,12 @@
-"""Decides how slow the device is just now: what runs beside it makes all its steps slower alike, within seconds and by
-a factor of two and more. Steps that were measured at different times can be compared once that is taken out."""
+"""Decides how slow the device is at the moment. Other work on the machine makes all steps slower by the same factor,
+two and more, within seconds; without that factor, steps that were measured at different times can be compared."""
 
 from __future__ import annotations
 
 import math
 
-_GAIN = 0.5  # of what a step took unusually long, the share that is the device's doing at once
-_MOST = 0.5  # what counts of it, as a logarithm: one outlier says little
+_GAIN = 0.5  # the share of a surprise (as a logarithm) that is put down to the device at once
+_MOST = 0.5  # the largest surprise that counts, as a logarithm: one outlier says little
 _MANY = 50
 _FIRST_SCATTER, _BELIEVED = 0.1, 5  # of a shared machine; as many steps' worth
 

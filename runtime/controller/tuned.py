@@ -11,41 +11,23 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from ...bundle import MANIFEST, Bundle, parse, read_json, read_manifest
 from ...engines.locks import lock
 from ...errors import BundleError, shown, typed
-from ..ranges import integer
+from ..device import Device
 from ..settings import MAX_GUESS_LENGTH
 from .costs import PARTS, Cost
 
 FORMAT = 2
 TUNED = "tuned.json"
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _MOST_BUCKETS, _LONGEST = 40, 3600.0
-MOST_ROWS, MOST_THREADS = 4096, 1024
+MOST_ROWS = 4096
 _WRITING = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Device:
-    """What costs depend on besides the bundle. ``runtime`` is ONNX Runtime's version."""
-
-    processor: str
-    cores: int
-    provider: str
-    draft_provider: str
-    threads: int
-    draft_threads: int
-    variant: str
-    exact: bool
-    runtime: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,45 +45,6 @@ class Tuned:
     format: int
     manifest: str
     tunings: tuple[Tuning, ...]
-
-
-def cores(root: Path = Path("/")) -> int:
-    """The cores this process may use: no more than a container's share of their time is whole ones, for threads beyond
-    it are stopped in turn, and those that wait for them spin."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    groups = root / "sys/fs/cgroup"
-    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
-        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max"
-            quota, period = map(int, " ".join((groups / name).read_text(encoding="utf-8") for name in files).split())
-            if quota > 0 and period > 0:
-                return max(1, min(found, quota // period))
-    return found
-
-
-def this_device(
-    *,
-    provider: str,
-    draft_provider: str | None,
-    threads: int | None,
-    draft_threads: int | None,
-    variant: str,
-    exact: bool,
-) -> Device:
-    """The machine this runs on, as it is used: what is None is filled in as ``load`` says. Raises UsageError for fewer
-    threads than one, or more than MOST_THREADS."""
-    threads = integer("threads", cores() if threads is None else threads, 1, MOST_THREADS)
-    draft_threads = integer("draft_threads", threads if draft_threads is None else draft_threads, 1, MOST_THREADS)
-    return Device(
-        processor=processor(),
-        cores=os.cpu_count() or 1,
-        provider=provider,
-        draft_provider=draft_provider or provider,
-        threads=threads,
-        draft_threads=draft_threads,
-        variant=variant,
-        exact=exact,
-        runtime=", ".join(f"{name} {version}" for name in _RUNTIMES if (version := _version(name))),
-    )
 
 
 def read(bundle: Bundle, device: Device) -> tuple[tuple[Cost, ...], str]:
@@ -195,24 +138,3 @@ def _check(cost: Cost, path: Path) -> None:
 
 def _manifest(bundle: Bundle) -> str:
     return hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def processor(root: Path = Path("/")) -> str:
-    """The processor's name as the system tells it. Linux on ARM64 tells none: the board's then (Jetson, Raspberry Pi),
-    or its cores' codes."""
-    info, board = root / "proc/cpuinfo", root / "proc/device-tree/model"
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    told = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
-    if names := [value for key, value in told if key == "model name"]:
-        return names[0]
-    if board.is_file():
-        return board.read_text(encoding="utf-8").rstrip("\0\n")
-    codes = dict.fromkeys(value for key, value in told if key in ("CPU implementer", "CPU part"))
-    return " ".join([platform.processor() or platform.machine(), *codes])

@@ -9,10 +9,10 @@ _LAST, _OUTLIER = 32, 2.0
 
 
 class Typical:
-    """What a step takes. Of the first two measurements the less, because first calls at a new shape are slow; the
-    median of the first four; then each moves it a little, as their mean (of logarithms) would, the last 32 above all.
-    ``faded``: it was known once, and is renewed. Then what is known counts for one of the first two, and the less of
-    them holds, so that nothing is avoided for good that was measured in a bad moment; or, ``even``, their mean."""
+    """What a step takes: the smaller one of the first two measurements, because the first call at a new shape is slow;
+    the median of the first three or four; then a running mean (of logarithms) over about the last 32. ``faded``: it was
+    known and is being renewed. Then the old value counts as one of the first two measurements, and the smaller holds,
+    so that a step measured in a bad moment is not avoided for good; with ``even`` their mean holds."""
 
     __slots__ = ("_counted", "_even", "_first", "faded", "seconds")
 
@@ -38,7 +38,9 @@ class Typical:
                 self.seconds = median(first)
             else:
                 self.seconds = geometric_mean(first) if self._even else min(first)
-            self._first = first  # last, for an interrupt may come in between: what was counted takes some time
+            self._first = (
+                first  # last: an interrupt may come in between, and what counts as measured must take some time
+            )
         elif counts and self.seconds > 0.0:
             self._counted += 1
             error = min(max(seconds / self.seconds, 1.0 / _OUTLIER), _OUTLIER)
@@ -49,6 +51,6 @@ class Typical:
         self.seconds, self._first = seconds, [seconds] * KNOWN
 
     def fade(self, *, even: bool = False) -> None:
-        """All was long ago: the next measurement counts for as much as what is known."""
+        """The measurements are old: the next one counts as much as all of them together."""
         if self._first:
             self.faded, self._even, self._first, self._counted = True, even, [self.seconds], 0

@@ -1,5 +1,5 @@
-"""Decides how often free drafters are asked: always while they save more time than asking takes, else ever more
-rarely, so that text they know nothing of costs next to nothing."""
+"""Decides how often free drafters are asked: always while that saves more time than it takes, else less and less often,
+so that they cost next to nothing in text of which they know nothing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from dataclasses import dataclass
 
 _PATIENCE, _LEAST_PATIENCE = 16, 4  # rounds in a row that may cost more than they save
-_TRIAL = 4  # of those after a nap, if it ended with a guess that was chosen
+_TRIAL = 4  # the patience after a nap that ended with a guess which was chosen
 _FIRST_NAP, _LONGEST_NAP = 4, 16
-_LONGEST_PAUSE = 64  # rounds of any rows in which no new one begins by asking
+_LONGEST_PAUSE = 64  # rounds, of any rows, during which new rows begin asleep
 _DECAY, _PRICE_DECAY, _OUTLIER = 0.9, 0.95, 3.0
-_READING = 1 / 32  # of the time that a row slept, what reading its prompt may take when it wakes
-_A_PROMPT = 2 * _LONGEST_NAP  # tokens: fewer were written in a nap, and are told out of a cold cache
+_READING = 1 / 32  # the share of the time slept that being told of the prompt may take when they wake
+_A_PROMPT = 2 * _LONGEST_NAP  # tokens: to be told of fewer, as after a nap, is dominated by a cold cache
 
 
 @dataclass(slots=True)
 class Habit:
-    """What all rows of a decoder know of asking: its ``price`` (seconds a row and round; one slow round counts for
-    three times that at most), what drafters take to be told of a token of text (``reading``, seconds), the ``patience``
-    a new row begins with, less where rows before it gave up, and where there is none left to lose, the ``rest`` of a
-    ``pause``: rounds of any rows before a new one begins by asking."""
+    """What all rows of a decoder know about asking free drafters. ``price``: seconds a row and round (a slow round
+    counts for at most three times that); ``reading``: seconds to tell the drafters of one token of text; ``patience``:
+    what a new row begins with, less after rows that gave up. Once it cannot fall further, new rows begin asleep for a
+    ``pause`` of rounds (of any rows), of which ``rest`` are left."""
 
     price: float = 0.0
     reading: float = 0.0
@@ -33,7 +33,7 @@ class Habit:
         self.patience, self.pause, self.rest = _PATIENCE, 0, 0
 
     def give_up(self) -> None:
-        """A row's drafters went to sleep without having been worth it."""
+        """A row's drafters went to sleep without having paid."""
         if self.patience > _LEAST_PATIENCE:
             self.patience = max(_LEAST_PATIENCE, self.patience // 2)
         else:
@@ -53,12 +53,12 @@ class Habit:
 
 
 class Vigil:
-    """Whether one row's free drafters are asked (to look, and be scored) or sleep: then they are not even told.
+    """Whether one row's free drafters are asked for guesses, and scored, or sleep: then they are not told of the text.
 
-    What asking saved counts for about ten rounds. Once it is below the price for as many rounds in a row as there is
-    patience, they sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
-    after a nap keeps them awake for 4 rounds more; when they are worth their price, the next nap is short again. Where
-    one row after the other gave up, the next begins as after a nap, or asleep.
+    What asking saved is averaged over about ten rounds. Once it was below the price for ``patience`` rounds in a row,
+    the drafters sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
+    after a nap keeps them awake for 4 more rounds; once they pay again, the next nap is short. After several rows that
+    gave up, the next one begins as after a nap, or asleep.
     """
 
     def __init__(self, habit: Habit) -> None:
@@ -86,14 +86,14 @@ class Vigil:
             self._habit.rest = max(0, self._habit.rest - 1)
 
     def put_off(self, rounds: float) -> None:
-        """What they have to be told when they wake takes as long as so many ``rounds``: if they sleep, then until that
-        is little beside what was written meanwhile."""
+        """When they wake they must be told of a text, which takes as long as ``rounds`` rounds. If they sleep, let them
+        sleep on until that is little compared with the time slept."""
         if self._sleep:
             self._sleep = max(self._sleep, math.ceil(rounds / _READING))
 
     def settle(self, saved: float, spent: float, *, chosen: bool) -> None:
-        """A round in which they were asked is over: the seconds it ``saved`` (below 0 where a guess was chosen and
-        failed), those that asking took, and whether it was their guess that was verified."""
+        """A round in which they were asked is over. ``saved``: the seconds that it saved (below 0 where a guess was
+        verified and failed); ``spent``: those that asking took; ``chosen``: whether their guess was verified."""
         self._habit.record(spent)
         self._saved, self._asked = _DECAY * self._saved + saved, _DECAY * self._asked + 1.0
         if self._saved > self._habit.price * self._asked:

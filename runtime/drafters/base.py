@@ -1,4 +1,4 @@
-"""What a draft is, and what one asks of who proposes it."""
+"""What a draft is, and the interface of what proposes drafts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .confidence import Watch
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens, the distributions they were drawn from (``q`` None: the proposal is deterministic), and the
-    name of the drafter. ``q`` are arrays [V]: of a chain one a token; of a tree q[n + 1] is what the children
-    of node n were drawn from and q[0] what the root's were, of none where a node has no children. ``classes`` say how
-    sure of each token the drafter was, where that was watched. With ``parents`` the tokens are a tree
+    """Proposed tokens, the distributions ``q`` they were drawn from (None: the proposal is deterministic), and the name
+    of the drafter, ``by``. ``q`` are arrays [V], one for each token of a chain; in a tree the children of node n were
+    drawn from q[n + 1] and those of the root from q[0] (an empty array where a node has no children). ``classes``: how
+    sure the drafter was of each token, where a Watch was asked. With ``parents`` the tokens are a tree
     (``rules/trees.py``), else a chain."""
 
     tokens: list[int] = field(default_factory=list)
@@ -48,11 +48,13 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch. ``watches`` says
-    whether it asks a Watch when to stop, ``at_once`` whether all tokens of a draft come of one step, ``rereads``
-    whether what was accepted of one is read again with the next, ``late`` how many committed tokens the last draft had
-    to make up for (of the row with most of them, and beyond those that one in use lacks at most), ``steps`` how many
-    tokens' time it took. Of what it lacks of a row it reads no more than the last ``reach``."""
+    """Proposes for all live rows of a batch at once. Rows are known by their place in the batch.
+
+    ``watches``: it asks a Watch when to stop. ``at_once``: all tokens of a draft come from one step. ``rereads``: the
+    accepted tokens of a draft are read again with the next draft. ``late``: how many committed tokens, beyond the one
+    or two that are usual, the last draft had to read first (for the row that lacked most). ``steps``: how many tokens
+    the last draft took the time of. Of the text that it has not read, a drafter reads at most the last ``reach``
+    tokens."""
 
     watches: bool
     at_once: bool
@@ -61,7 +63,7 @@ class Drafter(Protocol):
     steps: int
 
     def reset(self, rows: Items[Row], reach: int = ALL) -> None:
-        """Expect these rows, and forget all others."""
+        """Start over with these rows; forget all others."""
         ...
 
     def unread(self, rows: Items[Row]) -> int:
@@ -73,15 +75,15 @@ class Drafter(Protocol):
         ...
 
     def prefill(self, rows: Items[Row]) -> None:
-        """Take in the prompts of the rows that draft with this."""
+        """Read the prompts of the rows that this drafts for."""
         ...
 
     def room(self, row: Row) -> int:
-        """The longest draft it can give this row now."""
+        """The longest draft that it can make for this row now."""
         ...
 
     def behind(self, rows: Items[Row]) -> int:
-        """How many committed tokens it would have to make up for, as in ``late``."""
+        """What ``late`` would be for a draft made now."""
         ...
 
     def propose(self, rows: Items[Row], lengths: Items[int], watch: Watch | None = None) -> list[Draft]:

@@ -64,7 +64,7 @@ class Watch:
         self.classes: list[list[int]] = [[] for _ in rates]
 
     def saw(self, place: int, chance: float | None) -> None:
-        """Row ``place`` drafted a token that had this ``chance`` (None: nobody knows)."""
+        """Row ``place`` drafted a token of this probability ``chance`` (None: it is not known)."""
         if chance is not None:
             found = sureness(chance)
             self.classes[place].append(found)
@@ -73,7 +73,7 @@ class Watch:
             self._survivals[place] *= self._rates[place]
 
     def missed(self, place: int, count: int) -> None:
-        """Row ``place`` has ``count`` tokens already, whose logits nobody watched."""
+        """The draft of row ``place`` begins with ``count`` tokens whose probabilities are not known."""
         self._survivals[place] *= self._rates[place] ** count
 
     def more(self, length: int) -> bool:
@@ -92,8 +92,8 @@ class Watch:
 
 
 class Sureness:
-    """What is known of one row's classes, beginning with what all rows showed; and its watched rounds: how many, their
-    tokens and their seconds, the last 20 above all."""
+    """How often tokens of each class were accepted in one row, starting from what all rows showed; and how many watched
+    rounds it had, with their tokens and seconds, over about the last 20."""
 
     def __init__(self, shared: Calibration) -> None:
         self._shared, self._own = shared, Calibration(shared.rates, _ROW_DECAY)
@@ -104,7 +104,8 @@ class Sureness:
         return self._own.rates
 
     def record(self, classes: Sequence[int], outcomes: Outcomes, seconds: float) -> None:
-        """A watched round: its drafts' classes, what became of them, what such a round takes."""
+        """A watched round: the classes of its drafted tokens, their outcomes, and the seconds that such a round
+        takes."""
         for each, (reached, kept) in zip(classes, outcomes, strict=False):
             self._own.record(each, kept, reached)
             self._shared.record(each, kept, reached)

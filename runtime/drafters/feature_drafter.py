@@ -1,9 +1,9 @@
 """Decides what a head proposes that reads its target's features (EAGLE, Li et al. 2401.15077).
 
-Token t of a text is read beside what the target knew when it had read the token before it: so the head begins with a
-text's second token, and its slots hold a token less than the target's. Of a token that it drafted itself it knows no
-such feature but its own guess; once the token is text, it is read again beside the true one. q is what the head says,
-whatever that comes of: any rule is exact.
+Token t of a text is read beside the target's feature of the token before it. So the head begins with a text's second
+token, and its cache holds one token less than the target's. For a token behind one that it drafted itself, there is no
+such feature yet, and its own estimate takes the place; once the token is text, it is read again beside the true one.
+q is what the head says, however it was made, so any rule is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FeatureDrafter(Rereader):
             self._places = ()
 
     def _features(self, widths: Items[int], past: Items[int], width: int) -> Features:
-        """What a step is read beside, [B, width, D], whose row b brings ``widths[b]`` tokens on ``past[b]``."""
+        """The features [B, width, D] of a step that brings row b ``widths[b]`` tokens on top of ``past[b]`` slots."""
         if len(widths) == 1 and widths[0] == width:
             return self._of(self._places[0] if self._places else 0, past[0], widths[0])[None]
         features = np.zeros((len(widths), width, self._head.spec.features), np.float32)
@@ -61,7 +61,8 @@ class FeatureDrafter(Rereader):
         return features
 
     def _of(self, place: int, start: int, count: int) -> Features:
-        """Of the tokens before those in ``count`` slots from ``start`` on: the target's of text, its own of a draft."""
+        """The features [count, D] for the tokens in slots from ``start`` on: those of the tokens before them, the
+        target's in the text, the head's own in a draft."""
         if start >= self._base[place]:
             return self._head.features(place, start - 1, start - 1 + count)
         before = self._begins[place] + start - 1

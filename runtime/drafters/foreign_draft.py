@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from ...engines.base import Engine, LogitRow, Logits
+from ...engines.base import LogitRow, Logits
 from ...errors import EngineError
 from ..held import agreement
 from ..prefill import ALL
@@ -20,24 +20,9 @@ from ..sequence import Row
 from ..steps import Stepper
 from ..vocabulary import VocabularyMap
 from .base import Draft
-from .block_drafter import BlockDrafter
 from .confidence import Watch
-from .feature_drafter import FeatureDrafter
 from .model_drafter import AHEAD, ModelDrafter
-from .parallel_drafter import ParallelDrafter
 from .retokenise import Tokenizers, Transcript
-
-
-def model_drafter(stepper: Stepper, vocabulary: VocabularyMap, target: Engine) -> ModelDrafter:
-    """The drafter that a draft model with this ``vocabulary`` needs, beside ``target``."""
-    if vocabulary.tokenizers is not None:
-        return ForeignDrafter(stepper, vocabulary, vocabulary.tokenizers)
-    spec = stepper.engine.spec
-    if spec.reads_features:
-        return (FeatureDrafter if spec.mask_token is None else BlockDrafter)(stepper, vocabulary, target)
-    if spec.mask_token is not None:
-        return ParallelDrafter(stepper, vocabulary)
-    return ModelDrafter(stepper, vocabulary)
 
 
 class ForeignDrafter(ModelDrafter):

@@ -52,9 +52,9 @@ class Calibration:
 
 
 class Discount:
-    """How far a drafter's promises hold where its guess was the best one: hits among its tokens, at positions that were
-    reached, over hits that were promised there. The best of several estimates is on average too high (the winner's
-    curse), the more so the less there is to guess; shrunk to ``before``, older rounds count less."""
+    """How far a drafter's promises hold where its guess was the best one: hits at positions that were reached, over the
+    hits that were promised there. The best of several estimates is too high on average (the winner's curse), the more
+    so the less there is to guess. Shrunk towards ``before``; older rounds count less."""
 
     def __init__(self, before: Discount | None = None) -> None:
         self._decay = _LASTING_DISCOUNT if before is None else _ROW_DISCOUNT
@@ -74,8 +74,8 @@ class Discount:
 
 
 def corrected(chance: float, factor: float) -> float:
-    """A promised ``chance`` where ``factor`` times as many hits come true as were promised: above 1 there are as many
-    times fewer misses, for no chance is more than 1."""
+    """A promised ``chance``, corrected where ``factor`` times as many hits come true as were promised. Above 1 the
+    misses become fewer by that factor, for no chance exceeds 1."""
     return chance * factor if factor < 1.0 else 1.0 - (1.0 - chance) / factor
 
 
@@ -90,7 +90,8 @@ class Guess:
 
 
 class Record:
-    """What rounds of all rows showed of one free drafter: how good its guesses were, and how far its promises held."""
+    """What the rounds of all rows have shown of one free drafter: how often its guesses were right, and how far its
+    promises held."""
 
     def __init__(self, prior: Sequence[float]) -> None:
         self.calibration, self.discount = Calibration(prior), Discount()
@@ -141,8 +142,9 @@ class Calibrated:
         return right
 
     def settle(self, proposed: int, committed: Sequence[int]) -> None:
-        """What became of the first ``proposed`` tokens of the last guess, the round's best, verified or not, as far as
-        what was ``committed`` went along with them; 0 where another's was the best."""
+        """Count how far the promises of the last guess held, if it was the best of the round, verified or not: of its
+        first ``proposed`` tokens, up to the first that differs from what was ``committed``. ``proposed`` is 0 where
+        another drafter's guess was the best."""
         promised, hits, before = list[float](), 0, 1.0
         guess = self.guess.tokens[:proposed]
         for guessed, survival, token in zip(guess, self.guess.survivals, committed, strict=False):

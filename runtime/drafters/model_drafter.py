@@ -1,4 +1,4 @@
-"""Decides which tokens to propose: what a draft model says. (What costs nothing is in ``free.py``.)"""
+"""Decides which tokens a draft model proposes, one at a time. (Drafters that need no model: ``free.py``.)"""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ AHEAD = 2 * MAX_DRAFT_LENGTH + 1  # tokens: a draft, and the one that is made wh
 
 
 class ModelDrafter:
-    """A draft model with its own cache. ``_valid[b]`` of its slots agree with row b's committed text from token
-    ``_begins[b]`` on: of what stands before it knows nothing.
+    """A draft model with its own cache. Its first ``_valid[b]`` slots hold row b's committed text from token
+    ``_begins[b]`` on; of the text before that it knows nothing.
 
-    Whatever it lacks (a prompt; one token; two after a fully accepted round; more after a rest) goes in with the
-    first step of a draft: there is no extra call. What is more than its ``reach`` it does not read: its cache begins
-    anew, there; and so it does, with half of its context, where the text grows beyond that. The last drafted token is
-    never fed. A draft ends early where the request allows none of the tokens that the draft knows.
-    """
+    Text that it has not read yet (a prompt; one token; two after a fully accepted round; more after a rest) goes in
+    with the first step of a draft, without a call of its own. Where that is more than its ``reach``, its cache begins
+    anew with the last ``reach`` tokens; where the text outgrows the model's context, with half of a context. The last
+    drafted token is never fed. A draft ends early where the request allows no token that the draft model knows."""
 
     watches = True  # whether it asks a Watch when to stop
     at_once = rereads = False
     resumes = True  # whether a draft of it can be gone on with
     first = 0  # the token of a text that it begins with
-    lacks = 2  # tokens at most, while it is in use
+    lacks = 2  # committed tokens that it has not read, at most, if it drafted in the round before
     late = steps = 0
 
     def __init__(self, stepper: Stepper, vocabulary: VocabularyMap) -> None:
@@ -141,15 +140,16 @@ class ModelDrafter:
         self._valid[destination], self._begins[destination] = self._valid[source], self._begins[source]
 
     def _follows(self, before: Items[int]) -> bool:
-        """Whether what its cache holds may be what stands behind ``before`` in a text: of that it knows nothing."""
+        """Whether the cache may be continued in a text that begins with ``before``. Always: it does not depend on
+        that."""
         return True
 
     def _most(self, reach: int) -> int:
-        """How much of that is ever read at once: all where a context holds it, of less no more than half of one."""
+        """``reach``, limited: the whole context if it is at least that, else at most half of it."""
         return self._context if reach >= self._context else min(reach, self._half)
 
     def _take(self, prompts: Items[Items[int]], held: int) -> None:
-        """Read prompts, of the only one what stands behind its first ``held`` tokens."""
+        """Read the prompts; of a single one what comes after its first ``held`` tokens."""
         prefill(self._stepper, [self._vocabulary.tokens(prompt) for prompt in prompts], held)
 
     def _begin(self, rows: Items[Row], unread: Items[Items[int]]) -> None:
@@ -160,8 +160,9 @@ class ModelDrafter:
         self.late = self._late(max(map(len, unread), default=0))
 
     def _stepped(self) -> None:
-        """A step of the draft was taken, the first of which read text alone: nothing goes back behind that. (What was
-        unread may be about as much as recurrent layers can take back, and the draft is to be taken back besides.)"""
+        """A step of the draft was taken. The first one read only text, so no later step goes back behind it. (The
+        unread text alone may be as long as recurrent layers can take back, and the draft has to be taken back as
+        well.)"""
         self.steps += 1
         if self.steps == 1:
             self._stepper.commit(self._valid)
@@ -171,7 +172,7 @@ class ModelDrafter:
         return max(0, unread - self.lacks)
 
     def _known(self, place: int) -> int:
-        """Up to where in the row's text it need not read."""
+        """How many tokens of the row's text it has read, or will never read."""
         return self._begins[place] + self._valid[place]
 
     def _skip(self, place: int, row: Row, length: int) -> None:
@@ -193,8 +194,8 @@ class ModelDrafter:
         return row.settings.draft in MODEL_DRAFTS
 
     def _beside(self, rows: Items[Row], lengths: Items[int], pending: Items[Items[int]]) -> Items[Items[int]]:
-        """``pending``, and of rows that others draft for what the cache lacks: a step is a rectangle, so as much of it
-        as the others' takes no time, and who is asked again has less to make up for."""
+        """``pending``, and for rows that others draft for the text that the cache lacks, as far as the step is wide
+        anyway: that takes no time, and leaves less to read later."""
         width, pieces = max(map(len, pending)), list(pending)
         for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
             if n == 0 and self._reads(row):

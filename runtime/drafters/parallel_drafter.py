@@ -1,8 +1,9 @@
 """Decides what a draft model proposes that says a whole draft in one step (PARD, An et al. 2504.18583).
 
-Behind what it lacks of the text it reads mask tokens, one for each token of the draft but the first: each stands for a
-token it does not know yet, and gives the law of the one after it. So x_k is drawn from q_k(. | text), whatever x_1 to
-x_{k-1} became: any rule is exact, as for every q, and drafts of eight take hardly longer than drafts of two.
+After the text that it has not read yet it reads mask tokens, one for each token of the draft but the first. A mask
+stands for a token that is not known yet, and its logits are the law of the token after it. So x_k is drawn from
+q_k(. | text), which does not depend on x_1 to x_{k-1}; any rule is exact, as for every q, and drafts of eight tokens
+take hardly longer than drafts of two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides how one text is read by two tokenizers: it grows in the target's tokens and is kept in the draft's."""
+"""Keeps one text in the tokens of two tokenizers: it grows in the target's, and is cut anew into the draft's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _WORD = re.compile(r"(?<=\S)(?=\s)")  # where hardly any tokenizer joins what is
 
 @dataclass(frozen=True)
 class Tokenizers:
-    """Those of target and draft. What a tokenizer never shows is looked up once for all texts."""
+    """The tokenizers of target and draft, with a Codec of each that is made once for all texts."""
 
     target: Tokenizer
     draft: Tokenizer
 
     @cached_property
     def said(self) -> tuple[Codec, Codec]:
-        """As ids of target and draft become text."""
+        """The codecs of target and draft."""
         return Codec.of(self.target), Codec.of(self.draft)
 
 

@@ -1,4 +1,4 @@
-"""Decides what followed the last time: the longest repeated end of the text, found in the text itself and in earlier
+"""Proposes what followed the last time: the longest repeated end of the text, found in the text itself and in earlier
 requests, goes on as it went on then (SuffixDecoding, Oliaro et al. 2411.04975; SAM-Decoding, Hu et al. 2411.10666)."""
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ class SuffixPool:
 
 
 class EarlierTexts:
-    """The free drafter over a pool. What it knows is what there was when the row began, and what joins that."""
+    """The free drafter over a pool. It knows the texts that were there when the row began, and those added to the
+    automata that held them."""
 
     name, prior = "suffix", _EARLIER
 

@@ -1,7 +1,7 @@
-"""Decides where arrays of a vocabulary's size live: in memory that was touched before.
+"""Keeps the memory of arrays of a vocabulary's size for the next ones.
 
-An allocator gives large arrays back to the system, and every page of the next one costs a fault: at a vocabulary of
-151,936 more than the exponentials that are put into it.
+An allocator returns large arrays to the system, so that each page of the next one costs a page fault: for a vocabulary
+of 151,936 tokens more time than to compute the exponentials that go into it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _stock: dict[int, list[NDArray[np.uint8]]] = {}
 
 
 class _Loan:
-    """Memory of the stock, which goes back when the array made of it, and every view of that, is gone."""
+    """Memory of the stock, which returns there when the array made from it and all its views are gone."""
 
     __slots__ = ("__array_interface__", "_memory")
 

@@ -1,5 +1,5 @@
-"""Decides which token noise lifts highest from few of them: from a row's k largest logits without the row, or, of a
-row, from those that their logit and their noise leave a chance."""
+"""Decides which token has the largest sum of logit and noise from a few of them: from a row's k largest logits without
+the row, or, given the row, from the tokens whose logit and noise leave them a chance."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def _gumbel(uniform: float) -> float:
 
 
 def not_finite() -> EngineError:
-    """What is wrong with a row whose largest logit is no number."""
+    """The error for a row whose largest logit is not finite."""
     return EngineError("no finite maximum among the logits: NaN or infinity from the engine")
 
 
 def nothing_left(logits: LogitRow) -> LeadoutError:
-    """What is wrong where a request's settings left no finite logit of a row: the row itself, or they."""
+    """The error where no finite logit of a row is left: either the row has none, or the settings struck all out."""
     if not np.isfinite(np.asarray(logits).max()):
         return not_finite()
     return UsageError("logit_bias and min_new_tokens leave no token to be written: at the least one must be possible")

@@ -92,7 +92,8 @@ class Noise:
         return coins[:size]
 
     def _toss(self, position: int, purpose: Purpose) -> list[float]:
-        """The first four; and those for what comes behind it in a round, while the code is in the cache."""
+        """The first four numbers for ``purpose``, and for the purposes that a round asks for after it, while the code
+        is in the cache."""
         if len(self._coins) >= _REMEMBERED:
             self._coins.clear()
         tossed = {(position, each): self._four(1, position, each) for each in Purpose if each >= purpose}
@@ -103,8 +104,8 @@ class Noise:
         return [(number >> 11) * 2.0**-53 for number in self._block(place, position, purpose)]
 
     def _block(self, a: int, b: int, c: int) -> tuple[int, int, int, int]:
-        """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers integers of Python are faster there than
-        numpy, whose generator finds the way to another counter through code that a step has driven from the cache."""
+        """Philox4x64-10 of the counter (a, b, c, 0). For a few numbers Python's integers are faster here than numpy: to
+        set the counter of its generator takes code that a model's step has displaced from the cache."""
         d = 0
         for first, second in self._keys:
             even, odd = _EVEN * a, _ODD * c

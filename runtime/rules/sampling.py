@@ -22,7 +22,7 @@ from .nucleus import nucleus_edge
 Scores = NDArray[np.floating[Any]]
 Probs = NDArray[np.floating[Any]]
 
-_LOW, _HIGH = -20.0, 60.0  # logits between which the largest is raised to a power of e as it is, with none lost
+_LOW, _HIGH = -20.0, 60.0  # if the largest logit is between these, exp needs no shift: nothing over- or underflows
 _BLOCK = 64  # weights that are added up together when one token is drawn
 _starts: dict[int, NDArray[np.intp]] = {}
 
@@ -89,11 +89,11 @@ class Chain:
                 self._counts[token] += 1
 
     def is_plain(self, drafted: Sequence[int]) -> bool:
-        """Whether all that happens to the logits after ``drafted`` is the temperature."""
+        """Whether nothing but the temperature applies to the logits after ``drafted``."""
         return self.grammar is None and self.is_bare(drafted)
 
     def is_bare(self, drafted: Sequence[int]) -> bool:
-        """The same, but for the grammar."""
+        """Whether nothing but the temperature and the grammar applies to them."""
         return self._whole and not self._adds(drafted)
 
     def looks_at_ids(self, drafted: Sequence[int] = ()) -> bool:
@@ -121,7 +121,7 @@ class Chain:
 
     @staticmethod
     def _best_allowed(grammar: Grammar, logits: LogitRow, drafted: Sequence[int]) -> int:
-        """Most often the likeliest of all is allowed: to ask that takes less than to ask which are."""
+        """The likeliest token is usually allowed, and to ask for one token takes less time than to ask for all."""
         token = int(logits.argmax())
         if not math.isfinite(logits[token]):
             raise not_finite()
@@ -178,8 +178,8 @@ class Chain:
         return scores
 
     def _cut(self, scores: Scores, weights: Probs) -> Probs:
-        """``weights``, e^scores, without what top_k, top_p and min_p leave out. They are multiplied by masks: where
-        those are as random as here, whatever branches takes ten times as long."""
+        """``weights`` = e^scores, set to 0 where top_k, top_p or min_p leave a token out. Masks are multiplied in: with
+        masks as irregular as these, anything that branches takes ten times as long."""
         settings = self.settings
         if 0 < settings.top_k < scores.size:
             weights *= scores >= np.partition(scores, -settings.top_k)[-settings.top_k]
@@ -190,8 +190,9 @@ class Chain:
         return weights
 
     def _from_top(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
-        """After processors 1-4, less the largest. As few calls as can be: after a step of the target each one finds
-        nothing in the cache, and takes ten times as long as in a loop. (``max`` is slower to begin than ``argmax``.)"""
+        """The logits after processors 1-4, minus the largest. Makes as few numpy calls as possible: after a step of the
+        target the cache is cold, and each call takes ten times as long as in a loop. (``max`` has more overhead than
+        ``argmax``.)"""
         scores = self._penalised(logits, drafted) if self._adds(drafted) else self._allowed(logits, drafted)
         if not math.isfinite(top := float(scores[scores.argmax()])):
             raise nothing_left(logits)

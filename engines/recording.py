@@ -1,5 +1,5 @@
-"""Decides when a CUDA graph may be recorded (alone in the process, for whoever allocates meanwhile spoils it), and by
-which thread: ONNX Runtime keeps the graphs of each apart, and as long as the session."""
+"""Decides when a CUDA graph may be recorded (while no other thread takes a step, for an allocation spoils it), and by
+which thread: ONNX Runtime keeps separate graphs for each thread, as long as the session lives."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def _all(locks: Sequence[Lock]) -> Iterator[None]:
 
 
 class OneThread:
-    """Where the steps of sessions that record are taken: in the thread that comes first, as soon as can be; once others
-    come, in one that serves all of them. (A server may have a thread for each request. Each would record all graphs
-    anew, and with what ONNX Runtime keeps for a thread they would stay on the device.)"""
+    """Takes the steps of sessions that record: directly in the first thread that comes, and once others come, in one
+    worker thread for all. (A server may have a thread for each request. Each would record all graphs anew, and they
+    would stay on the device together with what ONNX Runtime keeps for each thread.)"""
 
     def __init__(self) -> None:
         self._first: ref[Thread] | None = None
