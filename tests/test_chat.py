@@ -301,7 +301,7 @@ def test_the_next_turn_begins_with_what_the_cache_holds(pair: Pair) -> None:
 
 def test_a_list_of_messages_is_told_from_a_list_of_prompts(pair: Pair) -> None:
     for call in (pair.generate, pair.stream, pair.answers, Request):
-        with pytest.raises(UsageError, match=r"a conversation is a Chat\(messages\)|must be text, token ids"):
+        with pytest.raises(UsageError, match=r"give a conversation as Chat\(messages\)|must be text, token ids"):
             call(HELLO)
 
 
