@@ -47,7 +47,7 @@ SHORT = "the first rounds measure this device: take more prompts, or longer answ
 
 # The usual settings, except that the default temperature is 0 and not the bundle's.
 GREEDY = tuple(
-    (flag, given | {"help": "0 is greedy. [default: 0]"} if flag == "--temperature" else given)
+    (flag, given | {"help": "0 is greedy; else 1e-6 to 1e6. [default: 0]"} if flag == "--temperature" else given)
     for flag, given in SETTINGS
 )
 
@@ -55,7 +55,7 @@ GREEDY = tuple(
 @click.command("bench")
 @click.argument("bundle", type=BUNDLE)
 @click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=PROMPT_LINES)
-@click.option("--limit", type=int, metavar="N", help="Only the first N prompts.")
+@click.option("--limit", type=int, metavar="N", help="Only the first N prompts. [default: all]")
 @click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
 @options(GREEDY)
 @options(ENGINE)

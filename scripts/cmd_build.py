@@ -21,11 +21,13 @@ from .options import BUNDLE
     show_default=True,
     help="Of weights and cache; int4: weights alone, the rest in fp16.",
 )
-@click.option("--max-batch", type=int, default=4, show_default=True, metavar="B", help="Rows of a step.")
-@click.option("--max-draft", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens of a round.")
+@click.option("--max-batch", type=int, default=4, show_default=True, metavar="B", help="Rows of a step, 1 to 4096.")
+@click.option(
+    "--max-draft", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens of a round, 1 to 64."
+)
 @click.option("--max-prefill", type=int, metavar="P", help="Tokens of a prompt at once. [default: 512, or what fits]")
 @click.option("--capacity", type=int, metavar="M", help="Slots of a row's cache. [default: the context and a draft]")
-@click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head.")
+@click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head, 1 to 3840.")
 @click.option("--sm", metavar="SM,...", help="Compute capabilities to build for (tensorrt-rtx). [default: portable]")
 def command(
     bundle: str,

@@ -68,7 +68,9 @@ HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
     help='One {"prompt": ..., any settings} a line: a batch. "messages" may stand for the prompt; labels \'kind\' and'
     " 'file' are passed over. - is standard input.",
 )
-@click.option("--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once.")
+@click.option(
+    "--batch-size", default=16, show_default=True, metavar="N", help="The most prompts to run at once, 1 or more."
+)
 @click.option(
     "--n",
     type=int,

@@ -19,14 +19,14 @@ MEGABYTE = 1e6
 
 @click.command("plan")
 @click.argument("bundle", type=BUNDLE)
-@click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Rows at once.")
+@click.option("--batch", type=int, default=1, show_default=True, metavar="B", help="Rows at once, 1 to 4096.")
 @click.option(
     "--draft-length",
     type=int,
     default=8,
     show_default=True,
     metavar="K",
-    help="Drafted tokens a round; where text repeats, auto drafts up to 63.",
+    help="Drafted tokens a round, 0 to 64; where text repeats, auto drafts up to 63.",
 )
 @click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the target takes]")
 @click.option(

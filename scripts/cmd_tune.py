@@ -37,7 +37,12 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
 @click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=f"Your own. {PROMPT_LINES}")
 @click.option("--limit", default=12, show_default=True, metavar="N", help="Only the first N prompts.")
 @click.option(
-    "--batch-sizes", default="1,4", show_default=True, callback=sizes, metavar="N,N", help="Prompts at once, in turn."
+    "--batch-sizes",
+    default="1,4",
+    show_default=True,
+    callback=sizes,
+    metavar="N,N",
+    help="Prompts at once, in turn; each 1 to 4096.",
 )
 @click.option(
     "--draft",
@@ -47,8 +52,10 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
     metavar="BUNDLE",
     help="A bundle with another draft to compare, with all of the target's tokens (not a trimmed one). Repeatable.",
 )
-@click.option("--max-new-tokens", default=128, show_default=True, metavar="N", help="Tokens to write for each prompt.")
-@click.option("--temperature", default=0.0, show_default=True, metavar="T", help="0 is greedy.")
+@click.option(
+    "--max-new-tokens", default=128, show_default=True, metavar="N", help="Tokens to write for each prompt, 1 or more."
+)
+@click.option("--temperature", default=0.0, show_default=True, metavar="T", help="0 is greedy; else 1e-6 to 1e6.")
 @click.option("--context", default=1024, show_default=True, metavar="N", help="Measure contexts of up to N tokens.")
 @click.option("--save/--no-save", default=True, show_default=True, help="Keep the costs in the bundle.")
 @options(ENGINE)

@@ -78,26 +78,68 @@ def switch(context: click.Context, option: click.Parameter, value: str) -> bool 
 
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--max-new-tokens", {"type": int, "metavar": "N", "help": "Stop after N tokens. [default: 128]"}),
+    ("--max-new-tokens", {"type": int, "metavar": "N", "help": "Stop after N tokens, 1 or more. [default: 128]"}),
     ("--min-new-tokens", {"type": int, "metavar": "N", "help": "No stop before N tokens. [default: 0]"}),
-    ("--temperature", {"type": float, "metavar": "T", "help": "0 is greedy. [default: the bundle's, or 0]"}),
-    ("--top-k", {"type": int, "metavar": "K", "help": "Sample among the K likeliest; 0 is off."}),
-    ("--top-p", {"type": float, "metavar": "P", "help": "Sample among the likeliest that sum to P; 1 is off."}),
-    ("--min-p", {"type": float, "metavar": "P", "help": "Drop tokens below P times the likeliest; 0 is off."}),
+    (
+        "--temperature",
+        {"type": float, "metavar": "T", "help": "0 is greedy; else 1e-6 to 1e6. [default: the bundle's, or 0]"},
+    ),
+    (
+        "--top-k",
+        {"type": int, "metavar": "K", "help": "Sample among the K likeliest; 0 is off. [default: the bundle's, or 0]"},
+    ),
+    (
+        "--top-p",
+        {
+            "type": float,
+            "metavar": "P",
+            "help": "Sample among the likeliest that sum to P, above 0; 1 is off. [default: the bundle's, or 1]",
+        },
+    ),
+    (
+        "--min-p",
+        {
+            "type": float,
+            "metavar": "P",
+            "help": "Drop tokens below P, at most 1, times the likeliest; 0 is off. [default: the bundle's, or 0]",
+        },
+    ),
     (
         "--repetition-penalty",
-        {"type": float, "metavar": "X", "help": "Divide logits of tokens already seen; 1 is off."},
+        {
+            "type": float,
+            "metavar": "X",
+            "help": "Divide logits of tokens already seen, 1e-6 to 1e6; 1 is off. [default: the bundle's, or 1]",
+        },
     ),
-    ("--presence-penalty", {"type": float, "metavar": "X", "help": "Subtract from tokens already written; 0 is off."}),
-    ("--frequency-penalty", {"type": float, "metavar": "X", "help": "Subtract for each time written; 0 is off."}),
+    (
+        "--presence-penalty",
+        {
+            "type": float,
+            "metavar": "X",
+            "help": "Subtract from tokens already written, -1e6 to 1e6; 0 is off. [default: 0]",
+        },
+    ),
+    (
+        "--frequency-penalty",
+        {"type": float, "metavar": "X", "help": "Subtract for each time written, -1e6 to 1e6; 0 is off. [default: 0]"},
+    ),
     (
         "--logit-bias",
-        {"type": bias, "multiple": True, "metavar": "ID=VALUE", "help": "Add VALUE to a token's logit. Repeatable."},
+        {
+            "type": bias,
+            "multiple": True,
+            "metavar": "ID=VALUE",
+            "help": "Add VALUE, -1e12 to 1e12 or -inf, to a token's logit. Repeatable.",
+        },
     ),
     ("--stop", {"type": TEXT, "multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
     ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
     ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
-    ("--seed", {"type": int, "metavar": "S", "help": "Repeat a text exactly."}),
+    (
+        "--seed",
+        {"type": int, "metavar": "S", "help": "Repeat a text exactly; 0 to 2**63 - 1. [default: a new one each time]"},
+    ),
     (
         "--draft",
         {
@@ -114,7 +156,7 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "type": branches,
             "metavar": "N,N,...",
-            "help": "Draft a tree: children a node, by depth. With --draft model.",
+            "help": "Draft a tree of up to 64 nodes, 16 deep: children a node, by depth. With --draft model.",
         },
     ),
     (
@@ -152,7 +194,7 @@ DEVICE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 ENGINE: tuple[tuple[str, dict[str, Any]], ...] = (
     *DEVICE,
-    ("--draft-threads", {"type": int, "metavar": "N", "help": "The draft model's. [default: --threads]"}),
+    ("--draft-threads", {"type": int, "metavar": "N", "help": "The draft model's, 1 to 1024. [default: --threads]"}),
     ("--variant", {"default": "auto", "show_default": True, "metavar": "NAME", "help": "Pin a graph of the bundle."}),
     (
         "--exact/--no-exact",

@@ -58,6 +58,33 @@ def test_version_is_the_project_s(root: Path) -> None:
     assert leadout.__version__ == project["version"]
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_stands_for_a_number_that_is_not_given(name: str) -> None:
+    numbers = [option for option in command(name).params if option.type in (click.INT, click.FLOAT)]
+    options = [option for option in numbers if isinstance(option, click.Option) and not option.multiple]
+    said = {option.name: option.show_default or "[default: " in str(option.help) for option in options}
+    assert [option for option, default in said.items() if not default] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("generate", "else 1e-6 to 1e6"),
+        ("generate", "batch-size N The most prompts to run at once, 1 or more"),
+        ("generate", "up to 64 nodes, 16 deep"),
+        ("bench", "else 1e-6 to 1e6"),
+        ("tune", "each 1 to 4096"),
+        ("plan", "Rows at once, 1 to 4096"),
+        ("plan", "Drafted tokens a round, 0 to 64"),
+        ("build", "Rows of a step, 1 to 4096"),
+        ("build", "Drafted tokens of a round, 1 to 64"),
+        ("build", "1 to 3840"),
+    ],
+)
+def test_help_says_ranges(name: str, words: str) -> None:
+    assert words in " ".join(run(name, "--help").output.split())
+
+
 def test_help_lists_every_command_with_a_sentence() -> None:
     output = run("--help").output
     for name in COMMANDS:

@@ -251,8 +251,10 @@ def test_bundles_that_cannot_be_built_name_the_export_that_can(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_batch": 0}, "max-batch must be at least 1, not 0"),
-        ({"max_draft": 0}, "max-draft must be at least 1, not 0"),
+        ({"max_batch": 0}, "max-batch must be from 1 to 4096, not 0"),
+        ({"max_batch": 10**12}, "max-batch must be from 1 to 4096, not 1000000000000"),
+        ({"max_draft": 0}, "max-draft must be from 1 to 64, not 0"),
+        ({"max_draft": 65}, "max-draft must be from 1 to 64, not 65"),
         ({"top": 0}, "top must be from 1 to 3840, not 0"),
         ({"top": 3841}, "top must be from 1 to 3840, not 3841"),
         ({"capacity": 17}, "capacity must be from 18 .* to 328 slots .*, not 17"),

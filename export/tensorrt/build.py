@@ -15,6 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ...bundle import Bundle, Model
+from ...engines.plan import MOST_DRAFTED, MOST_ROWS
 from ...engines.tensorrt import compat
 from ...engines.tensorrt.buildable import PRECISIONS, require_buildable
 from ...engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
@@ -50,9 +51,9 @@ class Sizes:
 
     def check(self, models: Sequence[Model]) -> None:
         """Raise UsageError naming the legal range."""
-        for name in ("max_batch", "max_draft"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name, most in {"max_batch": MOST_ROWS, "max_draft": MOST_DRAFTED}.items():
+            if not 1 <= (value := getattr(self, name)) <= most:
+                raise UsageError(f"{name.replace('_', '-')} must be from 1 to {most}, not {value}")
         if not 1 <= self.top <= _MOST_TOP:
             raise UsageError(f"top must be from 1 to {_MOST_TOP}, not {self.top}")
         least, most = 2 * (self.max_draft + 1), max(self._most(model) for model in models)
