@@ -380,8 +380,8 @@ def test_bench_says_its_own_default_of_the_temperature() -> None:
     helps = {}
     for name in ("bench", "generate"):
         helps[name] = {option.name: option.help for option in command(name).params if isinstance(option, click.Option)}
-    assert helps["bench"]["temperature"] == "0 is greedy. [default: 0]"
-    assert helps["generate"]["temperature"] == "0 is greedy. [default: the bundle's, or 0]"
+    assert helps["bench"]["temperature"] == "0 is greedy; else 1e-6 to 1e6. [default: 0]"
+    assert helps["generate"]["temperature"] == "0 is greedy; else 1e-6 to 1e6. [default: the bundle's, or 0]"
 
 
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ SAID: list[tuple[Callable[[Path], Path], dict[str, Any], str]] = [
     (eagle, {"draft_vocab_size": None}, "d2t must name 512 different tokens of the target, not [200] of int64"),
     (ours, {"join": None}, "join must be one of attention, projection, bare, not None"),
     (ours, {"hidden_act": "none"}, "KeyError: 'none'"),
-    (ours, {"rope_scaling": {"rope_type": "mrope"}}, "KeyError: 'mrope'"),
+    (ours, {"rope_scaling": {"rope_type": "mrope"}}, "rope_type 'mrope' is none of those that transformers"),
     (ours, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic-NTK rope rescales every position"),
     (ours, {"num_key_value_heads": 0}, "cannot be exported: its code in transformers raises ZeroDivisionError"),
 ]
