@@ -1,9 +1,9 @@
-"""Attention sinks: a logit of each query head's own that takes its share of the softmax and gives no value (as gpt-oss
-has them; Xiao et al., 2309.17453, found out what they are for).
+"""Attention sinks: a logit of each query head's own, which takes a share of the softmax and gives no value (gpt-oss has
+them; what they are for was found out by Xiao et al., 2309.17453).
 
-The standard operator has no input for them. But it tells its scores, and softmax over those and a sink is softmax over
-those alone, times what they leave to the sink: sigmoid(log(sum(exp(scores))) - sink). So in a canonical graph what
-``Attention`` gives is multiplied by that; GroupQueryAttention takes sinks as an input.
+The standard operator has no input for them, but it can give its scores. A softmax over scores and a sink is the softmax
+over the scores alone, times the share that the sink leaves to them: sigmoid(log(sum(exp(scores))) - sink). So in a
+canonical graph the output of ``Attention`` is multiplied by that share. GroupQueryAttention takes sinks as an input.
 """
 
 from __future__ import annotations
