@@ -77,6 +77,10 @@ class Commands(click.Group):
         except LeadoutError as error:
             complain(one_line(error))
             ctx.exit(error.exit_code)
+        except click.UsageError as error:  # click would say it in three lines
+            where = ctx.command_path if error.ctx is None else error.ctx.command_path
+            complain(f"{one_line(error.format_message())} (see: {where} --help)")
+            ctx.exit(error.exit_code)
 
 
 def complain(line: str) -> None:

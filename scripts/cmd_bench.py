@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
 from .options import (
     AHEAD,
     BUNDLE,
@@ -55,8 +54,10 @@ GREEDY = tuple(
 @click.command("bench")
 @click.argument("bundle", type=BUNDLE)
 @click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=PROMPT_LINES)
-@click.option("--limit", type=int, metavar="N", help="Only the first N prompts. [default: all]")
-@click.option("--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once (and, above 1, alone).")
+@click.option("--limit", type=int, metavar="N", help="Only the first N prompts, 1 or more. [default: all]")
+@click.option(
+    "--batch-size", default=1, show_default=True, metavar="N", help="Prompts at once, 1 or more (above 1, alone, too)."
+)
 @options(GREEDY)
 @options(ENGINE)
 @options(AHEAD)
@@ -75,9 +76,10 @@ def command(
     """
     from ..runtime.bench import Bench
     from ..runtime.pair import load
+    from ..runtime.ranges import integer
 
-    if batch_size < 1 or (limit is not None and limit < 1):
-        raise UsageError("--batch-size and --limit must be at least 1")
+    for name, value in (("--batch-size", batch_size), ("--limit", 1 if limit is None else limit)):
+        integer(name, value, 1)
     lines, source = chosen(prompts, "bench")
     where = taken(settings, ENGINE, AHEAD)
     wanted = {"temperature": 0.0} | given(settings)

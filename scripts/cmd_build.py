@@ -25,8 +25,15 @@ from .options import BUNDLE
 @click.option(
     "--max-draft", type=int, default=8, show_default=True, metavar="K", help="Drafted tokens of a round, 1 to 64."
 )
-@click.option("--max-prefill", type=int, metavar="P", help="Tokens of a prompt at once. [default: 512, or what fits]")
-@click.option("--capacity", type=int, metavar="M", help="Slots of a row's cache. [default: the context and a draft]")
+@click.option(
+    "--max-prefill",
+    type=int,
+    metavar="P",
+    help="Tokens of a prompt at once, more than K, at most M. [default: 512, or M]",
+)
+@click.option(
+    "--capacity", type=int, metavar="M", help="Slots of a row's cache, 2 (K + 1) or more. [default: the context and K]"
+)
 @click.option("--top", type=int, default=64, show_default=True, metavar="N", help="Logits of the top head, 1 to 3840.")
 @click.option("--sm", metavar="SM,...", help="Compute capabilities to build for (tensorrt-rtx). [default: portable]")
 def command(

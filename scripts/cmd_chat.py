@@ -32,7 +32,9 @@ LENGTH = "--max-new-tokens"
     metavar="NAME=JSON",
     help="What else the chat template reads, for instance enable_thinking=false. Repeatable.",
 )
-@click.option(LENGTH, type=int, metavar="N", help="End an answer after N tokens. [default: when the model does]")
+@click.option(
+    LENGTH, type=int, metavar="N", help="End an answer after N tokens, 1 or more. [default: when the model does]"
+)
 @options(tuple(each for each in SETTINGS if each[0] != LENGTH))
 @options(ENGINE)
 @options(AHEAD)

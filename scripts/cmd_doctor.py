@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..engines import PROVIDERS, require
 from ..engines.providers import DISTRIBUTIONS, onnxruntime, version_of
 from ..engines.saturation import saturates
 from ..errors import EngineError
+from ..runtime.device import cores
 
 PARTS = {
     "core": ("numpy", "click", "tokenizers", "jinja2", "rich"),
@@ -50,7 +50,7 @@ def findings() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "runtime": runtimes,
         "providers": [],
         "int8": "",

@@ -51,7 +51,7 @@ from ..export.drafts.choice import PRECISIONS, number_or_word
     metavar="ID|none",
     help="The draft's token that asks it for a whole draft in one step (PARD). [default: as its config.json says]",
 )
-@click.option("--max-context", type=int, metavar="N", help="Positions to allow. [default: the model's own]")
+@click.option("--max-context", type=int, metavar="N", help="Positions to allow, 2 to the model's own. [default: these]")
 def command(
     target: str | None,
     draft: str | None,

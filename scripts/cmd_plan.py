@@ -28,7 +28,9 @@ MEGABYTE = 1e6
     metavar="K",
     help="Drafted tokens a round, 0 to 64; where text repeats, auto drafts up to 63.",
 )
-@click.option("--context", type=int, metavar="N", help="Tokens of prompt and answer. [default: all the target takes]")
+@click.option(
+    "--context", type=int, metavar="N", help="Tokens of prompt and answer, 1 or more. [default: all the target takes]"
+)
 @click.option(
     "--provider",
     type=click.Choice(("cpu", "cuda", *BUILT)),
@@ -41,7 +43,7 @@ MEGABYTE = 1e6
     type=click.Choice(PRECISIONS),
     help="Of an engine; ONNX Runtime runs the bundle's own. [default: fp16]",
 )
-@click.option("--capacity", type=int, metavar="M", help="An engine's slots a row. [default: the context and a draft]")
+@click.option("--capacity", type=int, metavar="M", help="An engine's slots a row, N + K or more. [default: N + K]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, in bytes.")
 def command(
     bundle: str,

@@ -35,7 +35,7 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
 @click.command("tune")
 @click.argument("bundle", type=BUNDLE)
 @click.option("--prompts", type=click.Path(), metavar="FILE.jsonl", help=f"Your own. {PROMPT_LINES}")
-@click.option("--limit", default=12, show_default=True, metavar="N", help="Only the first N prompts.")
+@click.option("--limit", default=12, show_default=True, metavar="N", help="Only the first N prompts, 1 or more.")
 @click.option(
     "--batch-sizes",
     default="1,4",
@@ -56,7 +56,9 @@ def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tup
     "--max-new-tokens", default=128, show_default=True, metavar="N", help="Tokens to write for each prompt, 1 or more."
 )
 @click.option("--temperature", default=0.0, show_default=True, metavar="T", help="0 is greedy; else 1e-6 to 1e6.")
-@click.option("--context", default=1024, show_default=True, metavar="N", help="Measure contexts of up to N tokens.")
+@click.option(
+    "--context", default=1024, show_default=True, metavar="N", help="Measure contexts of up to N tokens, 1 or more."
+)
 @click.option("--save/--no-save", default=True, show_default=True, help="Keep the costs in the bundle.")
 @options(ENGINE)
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON object.")
@@ -82,10 +84,11 @@ def command(
     from ..runtime.controller import tuned
     from ..runtime.device import this_device
     from ..runtime.pair import load
+    from ..runtime.ranges import integer
     from ..runtime.tune import doubt, tune
 
-    if limit < 1 or context < 1:
-        raise UsageError("--limit and --context must be at least 1")
+    for name, value in (("--limit", limit), ("--context", context)):
+        integer(name, value, 1)
     lines, source = chosen(prompts, "tune")
     device = this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:

@@ -79,7 +79,10 @@ def switch(context: click.Context, option: click.Parameter, value: str) -> bool 
 
 SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--max-new-tokens", {"type": int, "metavar": "N", "help": "Stop after N tokens, 1 or more. [default: 128]"}),
-    ("--min-new-tokens", {"type": int, "metavar": "N", "help": "No stop before N tokens. [default: 0]"}),
+    (
+        "--min-new-tokens",
+        {"type": int, "metavar": "N", "help": "No stop before N tokens, up to --max-new-tokens. [default: 0]"},
+    ),
     (
         "--temperature",
         {"type": float, "metavar": "T", "help": "0 is greedy; else 1e-6 to 1e6. [default: the bundle's, or 0]"},
@@ -134,7 +137,10 @@ SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
         },
     ),
     ("--stop", {"type": TEXT, "multiple": True, "metavar": "TEXT", "help": "Stop before TEXT. Repeatable."}),
-    ("--stop-token-id", {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token. Repeatable."}),
+    (
+        "--stop-token-id",
+        {"type": int, "multiple": True, "metavar": "ID", "help": "Stop at a token, 0 or more. Repeatable."},
+    ),
     ("--ignore-eos", {"is_flag": True, "default": None, "help": "Write on after the end-of-text token."}),
     (
         "--seed",

@@ -79,10 +79,35 @@ def test_help_says_what_stands_for_a_number_that_is_not_given(name: str) -> None
         ("build", "Rows of a step, 1 to 4096"),
         ("build", "Drafted tokens of a round, 1 to 64"),
         ("build", "1 to 3840"),
+        ("build", "more than K, at most M"),
+        ("bench", "Prompts at once, 1 or more"),
+        ("export", "2 to the model's own"),
+        ("chat", "after N tokens, 1 or more"),
     ],
 )
 def test_help_says_ranges(name: str, words: str) -> None:
     assert words in " ".join(run(name, "--help").output.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (
+            ("generate", "x", "--threads", "abc"),
+            "'--threads': 'abc' is not a valid integer. (see: leadout generate --help)",
+        ),
+        (("generate",), "Missing argument 'BUNDLE'. (see: leadout generate --help)"),
+        (("doctor", "--nope"), "No such option '--nope'. (see: leadout doctor --help)"),
+        (("genrate",), "no command 'genrate'; did you mean 'generate'? (see: leadout --help)"),
+        (("bench", "x", "--limit", "0"), "--limit must be an integer of at least 1, not 0"),
+        (("bench", "x", "--batch-size", "-1"), "--batch-size must be an integer of at least 1, not -1"),
+        (("tune", "x", "--context", "0"), "--context must be an integer of at least 1, not 0"),
+    ],
+)
+def test_a_command_that_cannot_be_read_is_told_in_one_line(args: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(main, args, prog_name="leadout")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("leadout: ") and done.stderr.endswith(f"{said}\n")
 
 
 def test_help_lists_every_command_with_a_sentence() -> None:
