@@ -115,19 +115,20 @@ def narrow_type(files: Iterable[Path]) -> torch.dtype | None:
     return NARROW.get(found.pop()) if len(found) == 1 else None
 
 
+def code_of(tensor: Tensor) -> str | None:
+    """The type (``int8``) of a tensor that holds no floating-point numbers, else None."""
+    return None if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+
+
 def codes_in(path: Path) -> dict[str, str]:
-    """The tensors of a file, safetensors or PyTorch's own, that are no floating-point numbers, and of which type they
-    are (``I8``): masks and places, or weights in a code of fewer bits. Reads no tensor of safetensors."""
+    """The tensors of a file, safetensors or PyTorch's own, that hold no floating-point numbers, and their types
+    (``I8``, ``int8``): masks and positions, or weights in a code of fewer bits. Reads no tensor of safetensors."""
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             kinds = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118  (no mapping)
         return {name: kind for name, kind in kinds.items() if not kind.startswith(_NUMBERS)}
     tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    return {
-        name: str(tensor.dtype).removeprefix("torch.")
-        for name, tensor in tensors.items()
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point()
-    }
+    return {name: code for name, each in tensors.items() if isinstance(each, Tensor) and (code := code_of(each))}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...errors import ExportError, first_line, shown
 from ..capture.refusals import own_code, rope_refusal
+from ..capture.stored import code_of
 from ..checkpoints.checkpoint import PICKLED, WEIGHTS, Checkpoint, find_file, weight_files
 from ..checkpoints.defaults import read_object
 from ..checkpoints.pairing import Ids, Vocabulary
@@ -66,9 +67,8 @@ class Head:
             if name in weights and weights[name].shape != own.shape:
                 sizes = f"{list(weights[name].shape)}, by config.json {list(own.shape)}"
                 raise ExportError(f"'{self.source}' cannot be exported: {name} is {sizes}")
-            if name in weights and not weights[name].is_floating_point():
-                kind = str(weights[name].dtype).removeprefix("torch.")
-                raise ExportError(f"'{self.source}' cannot be exported: its files have integers ({kind}) for {name}")
+            if name in weights and (code := code_of(weights[name])):
+                raise ExportError(f"'{self.source}' cannot be exported: its files have integers ({code}) for {name}")
         report = model.load_state_dict(weights, strict=False)
         if report.missing_keys:
             raise ExportError(f"'{self.source}' cannot be exported: its files lack {report.missing_keys[0]}")
