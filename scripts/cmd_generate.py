@@ -37,8 +37,10 @@ STATS = (
     "held",
     "rounds",
     "drafted",
+    "tested",
     "accepted",
     "acceptance_rate",
+    "tested_per_position",
     "accepted_per_position",
     "by_drafter",
     "tokens_per_round",
@@ -189,7 +191,6 @@ def in_order(found: Iterable[tuple[int, Result]]) -> Iterator[Result]:
 def to_json(result: Result) -> dict[str, Any]:
     """A result as `--json` prints it."""
     row = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-    del row["draft"]
     return row | {"stats": {name: getattr(result.stats, name) for name in STATS}}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..engines import Engine
     from ..runtime.device import Device
     from ..runtime.pair import Pair
+    from ..runtime.text import Codec
 
 
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -114,15 +115,19 @@ def command(
 @contextlib.contextmanager
 def candidate(name: str, pair: Pair, device: Device) -> Iterator[Engine]:
     """The draft of another bundle, opened. Raises BundleError without one, UsageError if it does not fit."""
-    from ..bundle import VOCABULARY, Bundle
+    from ..bundle import TOKENIZER, VOCABULARY, Bundle
     from ..engines import open_engine
+    from ..runtime.text import Codec
 
-    model = Bundle.read(name).model("draft")
+    bundle = Bundle.read(name)
+    model = bundle.model("draft")
     have, want = model.entry.vocab_size, pair.target.spec.vocab_size
+    other = "a draft that is trimmed, or of another tokenizer, cannot be compared here"
     if have != want or VOCABULARY in model.entry.files:
         found = f"{have} tokens, the target {want}" if have != want else "ids of its own"
-        other = "a draft that is trimmed, or of another tokenizer, cannot be compared here"
         raise UsageError(f"--draft '{name}': its draft has {found}; {other}")
+    if not same_tokens(pair.codec, Codec(bundle.path / TOKENIZER)):  # two of one size are no rarity
+        raise UsageError(f"--draft '{name}': its draft has other tokens; {other}")
     if model.entry.reads_features:
         raise UsageError(f"--draft '{name}': its draft is a head, which reads the features of its own target alone")
     where: dict[str, Any] = {"provider": device.draft_provider, "threads": device.draft_threads}
@@ -131,6 +136,13 @@ def candidate(name: str, pair: Pair, device: Device) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+def same_tokens(one: Codec, other: Codec) -> bool:
+    """Whether an id means the same token to both, but for tokens that stand beside a tokenizer's own (special ones)."""
+    found = [codec.tokenizer.get_vocab(with_added_tokens=True) for codec in (one, other)]
+    added = {token.content for codec in (one, other) for token in codec.tokenizer.get_added_tokens_decoder().values()}
+    return {token for token, _ in found[0].items() ^ found[1].items()} <= added
 
 
 def table(report: dict[str, Any]) -> list[str]:

@@ -27,13 +27,15 @@ from leadout.scripts.cli import COMMANDS, Stopped, main, stopped_by_signals
 from leadout.scripts.cmd_generate import summarise, write_stream
 from leadout.scripts.options import given
 
-KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "stats", "sample"}
+KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "draft", "stats", "sample"}
 STATS = {
     "held",
     "rounds",
     "drafted",
+    "tested",
     "accepted",
     "acceptance_rate",
+    "tested_per_position",
     "accepted_per_position",
     "by_drafter",
     "tokens_per_round",

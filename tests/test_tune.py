@@ -30,6 +30,7 @@ from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
 from leadout.runtime.tune import Sweep, Tuner, acceptance, doubt, grouped, promise
 from leadout.scripts.cli import main
+from leadout.scripts.cmd_tune import candidate
 
 HERE = platform.processor() or platform.machine()
 WHERE: dict[str, Any] = {
@@ -391,3 +392,26 @@ def test_a_draft_of_other_ids_is_not_compared(bundle: Path, tmp_path: Path) -> N
         assert result.exit_code == 2 and f"--draft '{other}': its draft has {reason}; a draft that is trimmed" in (
             result.stderr
         )
+
+
+def test_a_draft_of_another_tokenizer_of_one_size_is_not_compared(bundle: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(bundle, tmp_path / "other"))
+    path, tokenizer = other / "leadout.json", other / "tokenizer.json"
+    said = json.loads(tokenizer.read_text(encoding="utf-8"))
+
+    def keep() -> None:
+        tokenizer.write_text(json.dumps(said), encoding="utf-8")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest["files"]["tokenizer.json"] = dataclasses.asdict(file_entry(tokenizer))
+        path.write_text(json.dumps(manifest), encoding="utf-8")
+
+    said["added_tokens"][0]["content"] = "<|im_end|>"  # chat models call their end of text otherwise
+    said["model"]["vocab"]["<|im_end|>"] = said["model"]["vocab"].pop("<|endoftext|>")
+    keep()
+    with load(bundle) as pair, candidate(str(other), pair, this_device(**WHERE)) as draft:
+        assert draft.spec.vocab_size == pair.target.spec.vocab_size
+    vocab = said["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    keep()
+    result = run("tune", bundle, "--draft", other, "--limit", 1)
+    assert result.exit_code == 2 and f"--draft '{other}': its draft has other tokens; a draft that is" in result.stderr
