@@ -201,8 +201,8 @@ def test_a_narrow_step_is_never_thought_dearer_than_a_wide_one():
     for width, seconds in ((2, 8.0), (3, 5.0), (3, 5.0), (5, 7.0)):
         table.record_target(1, width, seconds)
     assert [table.target(1)[width] for width in (1, 2, 3, 4, 5)] == pytest.approx([6.0, 6.0, 6.0, 6.5, 7.0])
-    table.record_target(1, 6, 1.0)
-    assert [table.target(1)[width] for width in (2, 3, 5, 6)] == pytest.approx([(8 + 2 * 5 + 7 + 1) / 5] * 4)
+    table.record_target(1, 6, 4.0)
+    assert [table.target(1)[width] for width in (2, 3, 5, 6)] == pytest.approx([(8 + 2 * 5 + 7 + 4) / 5] * 4)
 
 
 def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():

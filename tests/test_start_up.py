@@ -161,7 +161,24 @@ def equal_prompts_are_read_once():
     assert one._pace.prices.reading == 2.0
 
 
+def a_stall_in_one_step_does_not_make_the_widths_beside_it_dear():
+    """The step of three tokens stood still for 57 ms, and is not taken again."""
+    table = Costs()
+    for width, seconds in ((5, 1.0), (5, 1.0), (1, 0.7), (1, 0.7), (4, 0.9), (8, 1.2), (3, 57.0)):
+        table.record_target(1, width, seconds)
+    assert table.target(1)[:9] == pytest.approx(
+        [0.7, 0.7, 0.7 + 0.2 / 3, 0.7 + 0.4 / 3, 0.9, 1.0, 3.2 / 3, 3.4 / 3, 1.2]
+    )
+    for steps, seconds in ((8, 4.0), (2, 40.0), (4, 2.0)):
+        table.record_draft(1, steps, seconds)
+    assert table.drafts(1)[:5] == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0])
+    for _ in range(2):
+        table.record_target(1, 3, 57.0)
+    assert table.target(1)[3] > 10, "what is seen again and again is believed"
+
+
 CHECKS = [
+    a_stall_in_one_step_does_not_make_the_widths_beside_it_dear,
     only_what_may_be_the_best_is_measured,
     a_batch_asks_for_less,
     all_is_measured_where_nobody_says_what_is_best,
@@ -198,6 +215,8 @@ MUTANTS = [
     Mutant("what was long ago outvotes what is", typical.Typical, "fade", "[self.seconds]", "[self.seconds] * 4"),
     Mutant("one bad moment ends all drafting", costs.Costs, "record_target", "even=plain", "even=False"),
     Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),
+    Mutant("a stall is a price", costs, "_credible", "_BAD_MOMENT * least", "math.inf"),
+    Mutant("what is seen often is a stall", costs, "_credible", "times[width] > HARDLY or", ""),
     Mutant("what is long ago holds", C, "renews", "return stale", "return False"),
     Mutant("nothing is hoped for", policy.Pace, "_seems_best", "requests, rows, _HOPE", "requests, rows, -4.0"),
     Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),

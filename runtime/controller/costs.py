@@ -22,6 +22,7 @@ _STRETCH = 4  # plain steps after such a wait that are compared with the steps b
 _NARROW = MAX_DRAFT_LENGTH + 1  # wider steps are extrapolated from steps up to this width until measured twice
 _LEAST = 1e-6  # seconds: the least that a difference of two measurements is taken for
 _TICK = 1e-9  # seconds: the least that a measurement is taken for, however coarse the clock
+_BAD_MOMENT = 2.0  # times what a wider step takes: what was hardly measured does not count beyond that
 _FEW = 2  # with so few tokens read late, the draft scatters by more than reading them takes: they are no measurement
 # Relative costs of steps of 0 to 64 tokens while none is known: on CPUs each further token adds 0.05 to 0.2.
 UNKNOWN = [1.0 + 0.1 * max(0, width - 1) for width in range(MAX_GUESS_LENGTH + 2)]
@@ -171,8 +172,9 @@ class Costs:
     def target(self, rows: int, past: int = 0) -> list[float] | None:
         """Seconds of a step of each width from 0 to 64. Between measured widths it is a straight line; beyond them each
         token adds what one added on average below. No step may cost more than a wider one: where measurements say so,
-        all widths concerned get their mean. A width beyond 17 counts only once it was measured twice, or one that was
-        measured in a bad moment would be avoided for good. From a single measured width the others follow by
+        all widths concerned get their mean. A width that was hardly measured does not count if it seems to cost
+        more than twice what a wider one does, nor one beyond 17 that was measured once: what was measured in a bad
+        moment must not be avoided for good, nor the widths beside it. From a single measured width the others follow by
         ``UNKNOWN``. None while nothing was measured."""
         bucket = context_bucket(past)
         if not (known := self._known("target", rows, bucket)):
@@ -182,7 +184,8 @@ class Costs:
         if len(known) == 1:
             ((width, seconds),) = known.items()
             return [seconds / UNKNOWN[width] * each for each in UNKNOWN]
-        return _line(_rising(known, self._times("target", rows, bucket, known)), MAX_GUESS_LENGTH + 1)
+        times = self._times("target", rows, bucket, known)
+        return _line(_rising(_credible(known, times), times), MAX_GUESS_LENGTH + 1)
 
     def plain(self, rows: int, width: int, past: int = 0) -> float | None:
         """Seconds of a plain step of ``width`` tokens (the least width there is), while no draft model runs. Where it
@@ -213,7 +216,8 @@ class Costs:
     def _drafts(self, rows: int, bucket: int) -> list[float]:
         if not (known := self._known("draft", rows, bucket)):
             return [0.0] * (MAX_GUESS_LENGTH + 1)
-        return _line({0: 0.0} | _rising(known, self._times("draft", rows, bucket, known)), MAX_GUESS_LENGTH)
+        times = self._times("draft", rows, bucket, known)
+        return _line({0: 0.0} | _rising(_credible(known, times), times), MAX_GUESS_LENGTH)
 
     def draft(self, rows: int, past: int = 0) -> float:
         """Seconds of one step of the draft, on average over the longest draft that was measured; 0 while none was."""
@@ -317,6 +321,17 @@ class Costs:
             scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
         return known
+
+
+def _credible(seconds: Mapping[int, float], times: Mapping[int, int]) -> dict[int, float]:
+    """``seconds`` by width without those of a bad moment: hardly measured, and more than twice those of a wider one.
+    (One stall of fifty times a step would be most of the mean that all widths around it get.)"""
+    kept, least = dict[int, float](), math.inf
+    for width in sorted(seconds, reverse=True):
+        if times[width] > HARDLY or seconds[width] <= _BAD_MOMENT * least:
+            kept[width] = seconds[width]
+        least = min(least, seconds[width])
+    return kept
 
 
 def _rising(seconds: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
