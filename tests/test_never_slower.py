@@ -119,6 +119,21 @@ def test_a_table_of_another_hour_serves_as_well(clock, prices, device):
         assert speed(clock, prices(device), known=tuned(clock, prices(device), slower), warm=0) > 0.85 * fresh, slower
 
 
+@pytest.mark.parametrize(("part", "factor"), [("draft", 2.5), ("draft", 4.0), ("plain", 0.6), ("target", 1.4)])
+def test_a_table_that_is_wrong_about_drafting_is_soon_found_out(clock, prices, part, factor):
+    """A process begins with a table in which a part of a round takes ``factor`` times as long as it does beside the
+    others (of the target, the steps that verify drafts)."""
+    right = tuned(clock, prices("demo-int8"), 1.0)
+    least = 2 if part == "target" else 1
+    wrong = [
+        dataclasses.replace(cost, seconds=factor * cost.seconds) if cost.part == part and cost.width >= least else cost
+        for cost in right
+    ]
+    given = {"temperature": 1.0, "warm": 8, "texts": 8}
+    told = speed(clock, prices("demo-int8"), known=right, **given)
+    assert speed(clock, prices("demo-int8"), known=wrong, **given) > 0.95 * told
+
+
 def test_prices_are_between_and_beyond_what_is_known_lines(prices, root):
     grown = prices("grown-int8")
     assert grown.target(1, 1) == 4.25 and grown.bare(1, 1) == 4.1 and grown.bare(2, 1) == grown.target(2, 1) == 5.53

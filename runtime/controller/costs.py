@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from .coverage import PLAIN, PLAIN_KNOWN, Coverage
 from .tempo import Tempo
 from .typical import HARDLY, KNOWN, Typical
 
-_BELIEVED = KNOWN  # what a table on disk counts for, in measurements: enough to tell how fast the device is today
+_BELIEVED = KNOWN  # what a table on disk counts for, in measurements, where it is asked what is still to be measured
 _NEIGHBOURS = 6
 PARTS = ("target", "plain", "draft", "catch-up", "host", "quiet")
 _CALM = 8  # rounds without a draft model after which the target's weights are back in the cache: steps are plain then
@@ -67,8 +67,8 @@ class Costs:
     nearest measured places, scaled by the widths that both know."""
 
     def __init__(self, known: Iterable[Cost] = (), tempo: Tempo | None = None) -> None:
-        """``known`` stands in for the start-up measurement, of the widths it has, until it is outvoted. Tables of one
-        ``tempo`` can be compared."""
+        """``known`` stands in for the start-up measurement of the widths it has. What is measured here counts alone,
+        and tells how far the rest of ``known`` is off. Tables of one ``tempo`` can be compared."""
         self._tables: dict[str, dict[tuple[int, int], dict[int, Typical]]] = {}
         self.coverage = Coverage()
         self._calm = self._stretch = 0  # rounds without a draft model; plain steps among them
@@ -80,10 +80,9 @@ class Costs:
         self._weights: defaultdict[tuple[str, int, int, int], float] = defaultdict(float)
         self._tempo = tempo or Tempo()
         self._last: tuple[str, int, int, int] | None = None
+        self._said: dict[str, dict[tuple[int, int], dict[int, float]]] = {}  # by part, place and width, by ``known``
         for cost in known:
-            typical = self._typical(cost.part, cost.rows, cost.context, cost.width)
-            for _ in range(_BELIEVED):
-                typical.append(cost.seconds)
+            self._said.setdefault(cost.part, {}).setdefault((cost.rows, cost.context), {})[cost.width] = cost.seconds
             self.knows_plain |= cost.part == "plain"
             if cost.part in ("target", "plain"):
                 self.coverage.believe(cost.rows, PLAIN if cost.part == "plain" else cost.width, _BELIEVED)
@@ -191,17 +190,20 @@ class Costs:
         """Seconds of a plain step of ``width`` tokens (the least width there is), while no draft model runs. Where it
         was measured with other rows or contexts only, it is scaled as other steps are; where it was hardly measured at
         all, it is taken for any step of that width. None while nothing was measured."""
-        table, bucket = self._tables.get("plain", {}), context_bucket(past)
-        typicals = {place: widths[width] for place, widths in table.items() if width in widths}
-        places = [place for place, typical in typicals.items() if typical.faded or len(typical) >= PLAIN_KNOWN]
-        if not places:
+        bucket, measured = context_bucket(past), self._tables.get("plain", {})
+        typicals = {place: widths[width] for place, widths in measured.items() if width in widths}
+        seconds = {place: widths[width] for place, widths in self._said.get("plain", {}).items() if width in widths}
+        seconds = {place: each * self._off("target", *place) for place, each in seconds.items()}
+        for place, typical in typicals.items():
+            if typical.faded or len(typical) >= PLAIN_KNOWN:
+                seconds[place] = typical.seconds
+        if not seconds:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
-        near = min(places, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
-        seconds = typicals[near].seconds
+        near = min(seconds, key=_distance(rows, bucket))
         if near == (rows, bucket):
-            return seconds
-        return seconds * _ratio(self._known("target", rows, bucket), self._known("target", *near))
+            return seconds[near]
+        return seconds[near] * _ratio(self._known("target", rows, bucket), self._known("target", *near))
 
     def doubt(self, rows: int) -> float:
         """The standard error of what a plain step takes compared with other steps, as a share of it. They were compared
@@ -246,14 +248,13 @@ class Costs:
         return total
 
     def measured(self) -> list[Cost]:
-        """All that was measured, in order, on this device as slow as it was on average: what ``Costs(known)`` starts
+        """All that is known, in order, on this device as slow as it was on average: what ``Costs(known)`` starts
         from."""
         return [
-            Cost(part, rows, bucket, width, typical.seconds * self._tempo.mean)
-            for part, table in sorted(self._tables.items())
-            for (rows, bucket), widths in sorted(table.items())
-            for width, typical in sorted(widths.items())
-            if typical
+            Cost(part, rows, bucket, width, seconds * self._tempo.mean)
+            for part in sorted(self._tables | self._said)
+            for rows, bucket in sorted(self._places(part))
+            for width, seconds in sorted(self._seconds(part, rows, bucket).items())
         ]
 
     def _record(
@@ -292,12 +293,34 @@ class Costs:
 
     def _times(self, part: str, rows: int, bucket: int, widths: Iterable[int]) -> dict[int, int]:
         """How many measurements just there say what these take; 1 where none does."""
-        here = self._tables[part].get((rows, bucket), {})
+        here = self._tables.get(part, {}).get((rows, bucket), {})
         return {width: here[width].times if width in here else 1 for width in widths}
 
-    def _seconds(self, part: str, rows: int, bucket: int) -> dict[int, float]:
+    def _places(self, part: str) -> set[tuple[int, int]]:
+        """Rows and bucket of what is known."""
+        return {*self._tables.get(part, {}), *self._said.get(part, {})}
+
+    def _measured(self, part: str, rows: int, bucket: int) -> dict[int, float]:
         """What was measured just there, by width."""
-        return {width: typical.seconds for width, typical in self._tables[part][rows, bucket].items() if typical}
+        widths = self._tables.get(part, {}).get((rows, bucket), {})
+        return {width: typical.seconds for width, typical in widths.items() if typical}
+
+    def _seconds(self, part: str, rows: int, bucket: int) -> dict[int, float]:
+        """What is known just there, by width: as it was measured, or as a table on disk says, as far as that is off."""
+        said, measured = self._said.get(part, {}).get((rows, bucket)), self._measured(part, rows, bucket)
+        if said is None or measured.keys() >= said.keys():
+            return measured
+        off = self._off(part, rows, bucket)
+        return {width: off * seconds for width, seconds in said.items()} | measured
+
+    def _off(self, part: str, rows: int, bucket: int) -> float:
+        """How many times as long as a table on disk says such steps take, by those that were measured nearest to there;
+        1 while none was."""
+        said, near = self._said.get(part, {}), _distance(rows, bucket)
+        for place in sorted(said.keys() & self._tables.get(part, {}).keys(), key=near):
+            if (measured := self._measured(part, *place)).keys() & said[place].keys():
+                return _ratio(measured, said[place])
+        return 1.0
 
     def _begun(self, part: str, rows: int, bucket: int, width: int) -> Typical:
         """The (new) entry of a step. It begins with what such a step takes on the nearest context where it is known:
@@ -305,7 +328,7 @@ class Costs:
         typical, table = self._typical(part, rows, bucket, width), self._tables[part]
         places = [place for place, widths in table.items() if place[0] == rows and len(widths.get(width, ())) >= KNOWN]
         if places and not typical:
-            near = min(places, key=lambda place: (abs(place[1] - bucket), place))
+            near = min(places, key=_distance(rows, bucket))
             typical.begin(
                 table[near][width].seconds * _ratio(self._seconds(part, rows, bucket), self._seconds(part, *near))
             )
@@ -313,14 +336,17 @@ class Costs:
 
     def _known(self, part: str, rows: int, bucket: int) -> dict[int, float]:
         """Width -> seconds for so many rows on contexts of ``bucket``."""
-        table = self._tables.get(part, {})
-        places = sorted(table, key=lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place))
         known: dict[int, float] = {}
-        for place in places[:_NEIGHBOURS]:
+        for place in sorted(self._places(part), key=_distance(rows, bucket))[:_NEIGHBOURS]:
             found = self._seconds(part, *place)
             scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
         return known
+
+
+def _distance(rows: int, bucket: int) -> Callable[[tuple[int, int]], tuple[int, int, tuple[int, int]]]:
+    """Sorts places (rows, bucket) by how far they are from this one."""
+    return lambda place: (abs(place[0] - rows), abs(place[1] - bucket), place)
 
 
 def _credible(seconds: Mapping[int, float], times: Mapping[int, int]) -> dict[int, float]:

@@ -173,10 +173,7 @@ class Pace:
         return tokens / took
 
     def _tries(self, this: Round, bills: Sequence[Bill]) -> bool:
-        """Whether a try after a rest is due (asked every 8 rounds). All its time counts as cost, for it may bring
-        nothing."""
-        if self.idle:
-            return False
+        """Whether a try after a rest is due. All its time counts as cost, for it may bring nothing."""
         return self.rest.affords(self._trial(bills, this.rows) + self.prices.catch_up(this.rows, this.late()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
@@ -192,6 +189,12 @@ class Pace:
                 bill.clear()
         self.rest.attempt()
 
+    def _try(self, bills: Sequence[Bill]) -> tuple[int, Why]:
+        """A round that shows whether the draft model still does not pay; the next one knows."""
+        self._attempt(bills)
+        self.ledger.due = True
+        return _PROBE_LENGTH, "tried"
+
     def _choose(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> None:
         """Choose the length for these requests, each with its limit; it stays until what rounds showed is entered."""
         place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in requests)
@@ -205,7 +208,7 @@ class Pace:
         rows, bills = this.rows, bills_of([request for request, _ in requests])
         if not self.rest.resting and lose(bills):
             self.rest.begin()
-        if self.rest.resting and not self._tries(this, bills):
+        if self.rest.resting and (self.idle or not self._tries(this, bills)):
             return 0, "promises"
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
@@ -216,9 +219,7 @@ class Pace:
         if first is not None:
             return first, "measured"
         if self.rest.resting:
-            self._attempt(bills)
-            self.ledger.due = True
-            return _PROBE_LENGTH, "tried"
+            return self._try(bills)
         speeds = self._speeds([(request.tokens, limit) for request, limit in requests], rows)
         best = _largest(speeds)
         if longest >= reach:  # at the end of a text no draft is long enough to say
@@ -227,6 +228,8 @@ class Pace:
             best = self._hoped(requests, rows)
         if not best:
             self.rest.begin()
+            if self._tries(this, bills):  # as at the beginning of a text, of which it has read all there is
+                return self._try(bills)
         elif not any(bill.is_new for bill in bills):
             self.rest.end()
         return best, "promises"
