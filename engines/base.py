@@ -70,6 +70,7 @@ TEXT, BLOCK, PADDING = 1.0, 0.0, -1.0
 # activations and scores for all tokens: 16 rows of 512 tokens took 3.0 GB with a target of 105 M (int8, two cores),
 # 16 rows of 64 took 0.7 GB and as long.
 MAX_STEP, MAX_TOGETHER = 512, 1024
+MOST_ROWS = 4096  # that anything is planned, built or measured for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

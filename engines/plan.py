@@ -11,14 +11,14 @@ from typing import Any
 from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from . import foreign, variants
-from .base import MAX_STEP, ModelSpec
+from .base import MAX_STEP, MOST_ROWS, ModelSpec
 from .golden import GOLDEN
 from .memory import bucket, logit_rows, steady
 from .tensorrt.buildable import PRECISIONS, require_buildable
 
 PLANNED = ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int4": 0.5 + 2 / 32}  # of an engine
-MOST_ROWS, MOST_DRAFTED = 4096, 64  # the latter by a tree; by text that repeats 63, else 16
+MOST_DRAFTED = 64  # by a tree; by text that repeats 63, else 16
 _LIVE = 16  # hidden-sized activations a token that are alive at once, measured on Llama graphs
 _KERNELS = 8 << 20  # what an engine holds beside its weights, measured with TensorRT-RTX 1.7
 

@@ -45,7 +45,7 @@ from .graphs.rewrite import graph_inputs, let_go
 from .graphs.smooth import observe, smooth
 from .graphs.tree import to_tree, to_tree_gqa
 from .parity import ImprecisionError, check_graph
-from .writing import aside, destination, write_manifest
+from .writing import Progress, aside, destination, write_manifest
 
 GRAPH, BLOB, SCRATCH = "model.onnx", "model.onnx.data", "scratch"
 FITTED = (8, 64)  # rows that the model writes, and tokens of each, for roundings to be fitted to
@@ -57,7 +57,6 @@ VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "tree": to_tree,
     "tree_gqa": to_tree_gqa,
 }
-Progress = Callable[[str], None]
 
 
 def silent(message: str) -> None:

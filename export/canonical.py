@@ -7,7 +7,6 @@ weights left in the file. So a whole model in float32 is never in memory (``stor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from .golden import Truth
 from .graphs.passes import pack, simplify
 from .graphs.rewrite import let_go
 from .parity import check_graph
+from .writing import Progress
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Canonical:
     columns: Ids | None = None
     written: NDArray[np.int64] | None = None
 
-    def checked(self, step: str, graph: Path, progress: Callable[[str], None]) -> Canonical:
+    def checked(self, step: str, graph: Path, progress: Progress) -> Canonical:
         """What ``step`` made of it. Raises ExportError if that gives other logits."""
         found = check_graph(self.entry, self.truth, graph, step, progress, lean=True)
         entry = dataclasses.replace(self.entry, parity={**self.entry.parity, step: found})
@@ -53,7 +53,7 @@ def capture_to(
     folder: Path,
     checkpoint: Checkpoint,
     truth: Truth,
-    progress: Callable[[str], None],
+    progress: Progress,
     columns: Ids | None = None,
     reader: FeatureReader | None = None,
 ) -> Canonical:
@@ -92,7 +92,7 @@ def capture_to(
     return Canonical(folder / "capture.onnx", entry, truth.of(columns), columns)
 
 
-def simplify_and_pack(captured: Canonical, progress: Callable[[str], None]) -> Canonical:
+def simplify_and_pack(captured: Canonical, progress: Progress) -> Canonical:
     """Check what was captured; simplify and check; pack and check. The last one's files are left in its folder."""
     folder = captured.graph.parent
     captured = captured.checked("capture", captured.graph, progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
 from .golden import Truth
+from .writing import Progress
 
 ROOMY = 4096  # slots; a mask made from the buffer's size instead of from positions is wrong in a large one
 # Not float32: what a sound quantisation stays well inside and a wrong graph does not.
@@ -83,7 +84,7 @@ def check_graph(
     truth: Truth,
     graph: Path,
     step: str,
-    progress: Callable[[str], None],
+    progress: Progress,
     variant: str = "canonical",
     *,
     lean: bool = False,

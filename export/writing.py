@@ -30,6 +30,8 @@ from ..bundle import (
 from ..engines import locks
 from ..errors import BundleError, ExportError
 
+Progress = Callable[[str], None]  # told in a line what an export does next, or leaves out
+
 _TRIES = 100  # to take a place that others want
 # What decoding needs of a model's directory besides weights.
 TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
@@ -58,7 +60,7 @@ def _is_here(place: Path) -> bool:
 
 
 @contextlib.contextmanager
-def aside(place: Path, progress: Callable[[str], None]) -> Iterator[Path]:
+def aside(place: Path, progress: Progress) -> Iterator[Path]:
     """A directory beside ``place`` that takes its place if all goes well and vanishes if not; what processes that were
     killed left there vanishes, too. Tells ``progress`` where a bundle will be replaced. Raises ExportError if nothing
     can be written there."""
@@ -120,7 +122,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _clear(place: Path, progress: Callable[[str], None]) -> None:
+def _clear(place: Path, progress: Progress) -> None:
     """Discard what exports to ``place`` left whose processes are gone: killed, they could not."""
     ours = re.compile(re.escape(f".{place.name}.") + r"([1-9]\d{0,8})\.(partial|old)")
     with contextlib.suppress(PermissionError):  # a folder may be open to those who know its names alone

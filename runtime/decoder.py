@@ -230,7 +230,7 @@ class Decoder:
                 " threads the one that holds the pair's turn has it to itself)"
             )
         past = sum(row.sequence.cached for row in rows) // len(rows)
-        return self._pace.tick(len(rows), past, lambda: self._drafting.behind(rows) if self._drafting else 0)
+        return self._pace.tick(len(rows), past)
 
     def _propose(self, this: Round, rows: list[Row], clock: Stopwatch) -> list[Draft]:
         plans = self._plan(this, rows)
@@ -272,7 +272,8 @@ class Decoder:
         if self._pace.idle and all(map(dozes, rows)):
             return [NOBODY if row.cascade is None else row.cascade.doze(this) for row in rows]
         limits, of_model = self._limits(rows)
-        lengths = self._pace.lengths(this, [row.policy for row in rows], of_model)
+        policies, drafting = [row.policy for row in rows], self._drafting
+        lengths = self._pace.lengths(this, policies, of_model, lambda: drafting.behind(rows) if drafting else 0)
         plans = [
             Plan(length=length, whole=True)
             if row.cascade is None

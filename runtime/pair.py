@@ -12,7 +12,7 @@ from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from ..bundle import TOKENIZER, VOCABULARY, Bundle, Manifest
+from ..bundle import TOKENIZER, VOCABULARY, Bundle, Manifest, read_manifest
 from ..engines import PROVIDERS, Engine, open_engine
 from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
@@ -318,7 +318,8 @@ def load(
 
 
 def opened(bundle: Bundle, device: Device) -> tuple[Engine, Engine | None]:
-    """The engines of a bundle's target and of its draft, if it has one, as ``device`` says. Raises EngineError."""
+    """The engines of a bundle's target and of its draft, if it has one, as ``device`` says. Raises EngineError, and
+    BundleError where another bundle has taken this one's place since it was read: some of this would be of that."""
     target = open_engine(
         bundle.model("target"),
         provider=device.provider,
@@ -326,17 +327,21 @@ def opened(bundle: Bundle, device: Device) -> tuple[Engine, Engine | None]:
         variant=device.variant,
         exact=device.exact,
     )
-    if "draft" not in bundle.manifest.models:
-        return target, None
+    draft = None
     try:
-        draft = open_engine(
-            bundle.model("draft"),
-            provider=device.draft_provider,
-            threads=device.draft_threads,
-            variant=device.variant,
-        )
+        if "draft" in bundle.manifest.models:
+            draft = open_engine(
+                bundle.model("draft"),
+                provider=device.draft_provider,
+                threads=device.draft_threads,
+                variant=device.variant,
+            )
+        if read_manifest(bundle.path) != bundle.manifest:
+            raise BundleError(f"'{bundle.path}' was replaced while it was opened; open it again")
     except BaseException:
-        target.close()
+        for engine in (target, draft):
+            if engine is not None:
+                engine.close()
         raise
     return target, draft
 

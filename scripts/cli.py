@@ -64,6 +64,12 @@ class Commands(click.Group):
             complain(f"cannot write to {error.filename}: {error.strerror or error}")
             sys.exit(1)
 
+    def make_context(self, info_name: str | None, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(info_name, *args, **kwargs)
+        except (click.NoSuchOption, click.BadOptionUsage) as error:  # the program's own options
+            raise click.exceptions.Exit(misused(error, info_name or "")) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with stopped_by_signals():
@@ -77,10 +83,16 @@ class Commands(click.Group):
         except LeadoutError as error:
             complain(one_line(error))
             ctx.exit(error.exit_code)
-        except click.UsageError as error:  # click would say it in three lines
-            where = ctx.command_path if error.ctx is None else error.ctx.command_path
-            complain(f"{one_line(error.format_message())} (see: {where} --help)")
-            ctx.exit(error.exit_code)
+        except click.UsageError as error:
+            ctx.exit(misused(error, ctx.command_path))
+
+
+def misused(error: click.UsageError, command: str) -> int:
+    """Say what click, which would take three lines, could not read of the line of ``command`` or of a command in it.
+    Returns the exit code."""
+    where = command if error.ctx is None else error.ctx.command_path
+    complain(f"{one_line(error.format_message())} (see: {where} --help)")
+    return error.exit_code
 
 
 def complain(line: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """``1,4,16``: each from 1 to as many as the file of costs takes."""
-    from ..runtime.controller.tuned import MOST_ROWS
+    from ..engines.base import MOST_ROWS
 
     try:
         found = tuple(dict.fromkeys(int(part) for part in value.split(",")))

@@ -57,7 +57,7 @@ def test_every_round_is_what_it_is_without(sampling, most, monkeypatch):
     assert tried > 40 and (kept > 10 if most is None or most > 1 else kept == 0)
 
 
-def lengths_by_turns(pace: Pace, this: Round, policies: Any, limits: Any) -> list[int]:
+def lengths_by_turns(pace: Pace, this: Round, policies: Any, limits: Any, late: Any) -> list[int]:
     lengths = (5, 2, 3, 6, 1, 1, 4, 0, 3, 2)
     return [min(lengths[pace._rounds % len(lengths)], *limits)]
 
@@ -110,7 +110,9 @@ def test_a_kept_draft_takes_no_steps_and_a_dropped_one_leaves_the_cache_right(mo
     come_as_far_as(monkeypatch, None)
     with monkeypatch.context() as patch:
         by_turns = (5, 2, 3, 6, 1, 4)
-        patch.setattr(Pace, "lengths", lambda pace, this, policies, limits: [min(by_turns[pace._rounds % 6], *limits)])
+        patch.setattr(
+            Pace, "lengths", lambda pace, this, policies, limits, late: [min(by_turns[pace._rounds % 6], *limits)]
+        )
         who = run([([1, 2], Settings(max_new_tokens=70))], pair=(toy_pair(11)[0], toy_pair(11)[0]), eos=())[2]
         assert who.tried == who.kept > 10, "also where a draft made ahead is cut"
     charged: list[int] = []

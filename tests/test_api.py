@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import math
 import threading
 import time
 import typing
+import weakref
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -137,6 +139,23 @@ def test_a_stream_left_early_does_not_harm_the_next_answer(pair: Pair) -> None:
     assert pair.generate(PROMPT, max_new_tokens=20).token_ids == expected
     with pytest.raises(UsageError, match="ended by a later one"):
         list(stream)
+
+
+@pytest.mark.parametrize("draft", ["auto", "model", "suffix", "none"])
+def test_a_pair_that_is_dropped_is_gone_with_its_engines(tokenizer_file: Path, draft: str) -> None:
+    """At once: the collector of cycles looks when Python has made many objects, not when a device's memory is short."""
+    pair = make(tokenizer_file)
+    pair.generate([PROMPT, "x"], draft=draft, max_new_tokens=40)
+    next(pair.stream(PROMPT, draft=draft, max_new_tokens=40))
+    gone = [weakref.ref(each) for each in (pair, pair.decoder, pair.target, pair.draft)]
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        del pair
+        assert [each() for each in gone] == [None] * 4
+    finally:
+        if was:
+            gc.enable()
 
 
 def test_threads_that_share_a_pair_wait_for_each_other(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

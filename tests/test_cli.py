@@ -99,6 +99,8 @@ def test_help_says_ranges(name: str, words: str) -> None:
             "'--threads': 'abc' is not a valid integer. (see: leadout generate --help)",
         ),
         (("generate",), "Missing argument 'BUNDLE'. (see: leadout generate --help)"),
+        (("--nope",), "No such option '--nope'. (see: leadout --help)"),
+        (("--version=3",), "Option '--version' does not take a value. (see: leadout --help)"),
         (("doctor", "--nope"), "No such option '--nope'. (see: leadout doctor --help)"),
         (("genrate",), "no command 'genrate'; did you mean 'generate'? (see: leadout --help)"),
         (("bench", "x", "--limit", "0"), "--limit must be an integer of at least 1, not 0"),

@@ -334,7 +334,7 @@ def test_a_draft_model_is_fed_what_it_lacks_in_one_call():
 def test_a_row_nobody_drafts_for_is_fed_beside_the_others(monkeypatch):
     """Steps get no wider for it, and what its cache then holds is its text: a twin's drafts are all accepted."""
     recorded, round_of, rests = [], itertools.count(), 9
-    monkeypatch.setattr(Pace, "lengths", lambda self, this, policies, limits: lengths(limits, next(round_of)))
+    monkeypatch.setattr(Pace, "lengths", lambda self, this, policies, limits, late: lengths(limits, next(round_of)))
     monkeypatch.setattr(Costs, "record_draft", lambda self, *given: recorded.append(given))
 
     def lengths(limits, number):
@@ -376,7 +376,7 @@ def test_a_row_beyond_the_draft_s_context_is_drafted_from_its_end(monkeypatch):
 def test_what_a_rested_draft_makes_up_for_is_not_its_price(monkeypatch):
     recorded, round_of = [], itertools.count()
     monkeypatch.setattr(
-        Pace, "lengths", lambda self, this, policies, limits: [min(limits[0], 2 * (next(round_of) > 5))]
+        Pace, "lengths", lambda self, this, policies, limits, late: [min(limits[0], 2 * (next(round_of) > 5))]
     )
     monkeypatch.setattr(Costs, "record_draft", lambda self, *given: recorded.append(given))
     target, draft = toy_pair()

@@ -25,8 +25,12 @@ import onnx_ir as ir  # noqa: E402
 from huggingface_hub import errors  # noqa: E402
 from huggingface_hub.utils import logging as hub_logging  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
+import leadout  # noqa: E402
 from leadout.bundle import Bundle  # noqa: E402
 from leadout.engines import sessions  # noqa: E402
 from leadout.errors import ExportError, UsageError  # noqa: E402
@@ -320,6 +324,34 @@ def test_tensors_that_a_model_does_not_need_do_no_harm(save: Save) -> None:
         rewrite(source, lambda weights, prefix=prefix: weights.update({f"{prefix}1.attn.bias": torch.zeros(1)}))
         with pytest.raises(ExportError, match=rf"more layers than its config.json counts: {prefix}1\.attn\.bias$"):
             load(source)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_in_float8_are_the_numbers_that_transformers_takes_them_for(save: Save, kind: torch.dtype) -> None:
+    """Without a scale they are numbers like any other; with one, of which config.json says nothing, they are not."""
+    source, tokens = save(), torch.arange(9)[None]
+    rewrite(source, lambda weights: weights.update({n: w.to(kind) for n, w in weights.items() if w.dim() > 1}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(load(source).model(tokens).logits, theirs(tokens).logits)
+    scale = "model.layers.0.mlp.up_proj.weight_scale"
+    rewrite(source, lambda weights: weights.update({scale: torch.ones(1)}))
+    with pytest.raises(ExportError, match=rf"its config\.json leaves out: {scale}$"):
+        load(source)
+
+
+def test_a_vocabulary_of_two_tokens_is_one(save: Save, tmp_path: Path) -> None:
+    source = save(vocab_size=2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    letters = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    letters.pre_tokenizer = Whitespace()
+    letters.save(str(source / "tokenizer.json"))
+    bundle = export_pair(source, "self:int8", tmp_path / "bundle")
+    with leadout.load(bundle) as pair:
+        alone, drafted = (
+            pair.generate("a b a", seed=1, temperature=20.0, max_new_tokens=30, draft=draft)
+            for draft in ("none", "model")
+        )
+    assert alone.token_ids == drafted.token_ids and set(alone.token_ids) == {0, 1} and drafted.stats.drafted
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 import onnx_ir as ir
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from support_blocks import heads, norm, rotary
 from support_features import proposals
@@ -199,6 +200,45 @@ def test_the_first_eagle_norms_nothing_but_what_its_mlp_reads(tiny_pair: tuple[P
         out = out + (torch.nn.functional.silu(gate) * up) @ of["layers.0.mlp.down_proj.weight"].T
         assert torch.allclose(found.hidden_states, out, atol=1e-4)
         assert torch.allclose(found.logits, target.lm_head(out), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {}),
+        ("Granite", {"logits_scaling": 8.0}),
+        ("HyperCLOVAX", {"logits_scaling": 8.0}),  # a factor, where Granite's is a divisor
+        ("Cohere", {"logit_scale": 0.0625}),
+        ("Gemma2", {"final_logit_softcapping": 3.0}),
+        ("NanoChat", {"final_logit_softcapping": 2.0}),
+        ("FalconH1", {"lm_head_multiplier": 0.3, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
+    ],
+)
+def test_a_borrowed_head_says_what_its_target_makes_of_it(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """As if the head's output stood behind the target's last norm; a head of its own says what it says."""
+    config = getattr(transformers, f"{kind}Config")(**LAYER | {"num_hidden_layers": 2} | settings)
+    target, source = AutoModelForCausalLM.from_config(config).eval(), first(tmp_path / "head")
+    tokens, read = torch.arange(3, 15)[None] * 7, torch.randn(1, 12, SIZE)
+
+    def said() -> tuple[Any, Any, Any]:
+        head = read_head(str(source), config)
+        assert head is not None
+        with torch.no_grad():
+            found = head.checkpoint(target, 128).model(tokens, read)
+            hook = target.lm_head.register_forward_pre_hook(lambda module, given: (found.hidden_states,))
+            whole = target(input_ids=tokens, use_cache=False).logits
+            hook.remove()
+            return found.logits, whole, target.lm_head(found.hidden_states)
+
+    logits, whole, raw = said()
+    assert torch.allclose(logits, whole, rtol=1e-5, atol=1e-4)
+    assert (logits - raw).abs().max() > 0.5 or not settings
+    save_file(
+        load_file(source / "model.safetensors") | {"lm_head.weight": target.lm_head.weight.detach().clone()},
+        source / "model.safetensors",
+    )
+    logits, _, raw = said()
+    assert torch.equal(logits, raw)
 
 
 def test_the_norms_of_eagle_3_1(tmp_path: Path) -> None:

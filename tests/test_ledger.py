@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant("any room", policy.Pace, "_choose", "min(limit, MAX_DRAFT_LENGTH) for", "0 for"),
     Mutant("measured at leisure", survey.Survey, "first_length", "self._ledger.due |= first is not None", "pass"),
     Mutant("plain at leisure", survey.Survey, "wants_plain", "self._ledger.due |= wants", "pass"),
-    Mutant("another round's guesses", policy.Pace, "tick", "Round(rows, late)", "Round(rows, late, otherwise=2.0)"),
+    Mutant("another round's guesses", policy.Pace, "tick", "Round(rows)", "Round(rows, otherwise=2.0)"),
 ]
 
 

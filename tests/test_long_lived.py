@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import json
 import os
 import pickle
 import shutil
@@ -18,8 +19,10 @@ import pytest
 from support_runtime import toy_pair
 
 import leadout
-from leadout.engines import providers
+from leadout.bundle import Model
+from leadout.engines import Engine, open_engine, providers
 from leadout.errors import BundleError, EngineError, UsageError
+from leadout.runtime import pair as pair_module
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 
@@ -111,6 +114,36 @@ def test_an_open_pair_takes_no_graph_of_another_export(tiny_bundle: Path, tmp_pa
         shutil.rmtree(bundle)
         shutil.copytree(tiny_bundle, bundle)  # the same once more
         assert len(pair.generate(["def f(x):", "copied back"], max_new_tokens=4)) == 2
+
+
+@pytest.mark.parametrize("first", ["target", "draft"])
+def test_a_bundle_that_is_replaced_while_it_is_opened_is_refused(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Its files were checked before, so that a graph of the other would pass for one of this."""
+    bundle, opened = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle")), []
+
+    def replaced(model: Model, **where: Any) -> Engine:
+        if model.folder.name == first:
+            bundle.rename(tmp_path / "before")
+            shutil.copytree(tiny_bundle, bundle)
+            shutil.copy(bundle / "draft" / "model.onnx.data", bundle / "target" / "model.onnx.data")
+            manifest = bundle / "leadout.json"
+            raw = json.loads(manifest.read_text(encoding="utf-8"))
+            raw["models"]["target"]["files"]["model.onnx.data"] = raw["models"]["draft"]["files"]["model.onnx.data"]
+            manifest.write_text(json.dumps(raw), encoding="utf-8")
+        opened.append(open_engine(model, **where))
+        return opened[-1]
+
+    monkeypatch.setattr(pair_module, "open_engine", replaced)
+    with pytest.raises(BundleError, match="was replaced while it was opened; open it again"):
+        leadout.load(bundle)
+    for engine in opened:
+        with pytest.raises(EngineError, match="is closed"):
+            engine.reserve(4000)
+    monkeypatch.undo()
+    with leadout.load(bundle) as pair:
+        assert pair.generate("def f(x):", max_new_tokens=4).text
 
 
 def test_a_program_may_go_elsewhere(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,7 @@ def tries(reading):
     pace.read([request], 10, 10 * reading)
     found = []
     for number in range(400):
-        this = pace.tick(late=lambda number=number: number)
-        found += [number] if pace.lengths(this, [request], [16])[0] else []
+        found += [number] if pace.lengths(pace.tick(), [request], [16], lambda number=number: number)[0] else []
         if found:
             request.observe(happened(1, 0))
     return found

@@ -106,7 +106,7 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
             layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
     cache = Cache(layers=layers) if layers else DynamicCache()
     with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
-        model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{cache_name(model): cache})
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{cache_name(model): cache})
     shapes = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, Uncached) or type(layer) is TrailLayer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...bundle import GENERATION_CONFIG, SAMPLING, read_json
 from ...errors import BundleError, shown
+from ..writing import Progress
 
 # What changes which tokens transformers writes, and has no default in a bundle.
 WITHOUT_DEFAULT = (
@@ -30,7 +31,6 @@ WITHOUT_DEFAULT = (
     "typical_p",
 )
 _OFF: tuple[object, ...] = (None, False, 0, 1, [], {})
-Progress = Callable[[str], None]
 
 
 def keep_readable(folder: Path, progress: Progress) -> None:

@@ -28,6 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from ...engines.base import BLOCK, PADDING, TEXT
 from ..capture.taps import FeatureReader
+from .eagle import capped
 
 SLIDING = "sliding_attention"
 
@@ -92,10 +93,7 @@ class BlockHead(FeatureReader, Qwen3PreTrainedModel):  # type: ignore[misc]
         masks = {sight: self._mask(places, kinds[..., 0], slots, *sight) for sight in dict.fromkeys(self._sights())}
         for layer, sight in zip(self.layers, self._sights(), strict=True):
             hidden = layer(hidden, told, is_text, turned, masks[sight], cache)
-        logits = self.lm_head(self.norm(hidden)) * self.config.multiplier
-        if self.config.softcap:
-            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
-        return logits, features
+        return capped(self.lm_head(self.norm(hidden)), self.config), features
 
     def _sights(self) -> list[tuple[bool, int | None]]:
         """Of each layer, whether it is causal, and how wide its window is (None: as wide as the text)."""

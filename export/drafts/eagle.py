@@ -5,8 +5,9 @@ target's hidden streams said there or, of a token that it drafted itself, its ow
 of three ways: ``attention`` reads both side by side and adds what it says to the feature (EAGLE-3, 2503.01840); a
 ``projection`` mixes them, each normed, into what an ordinary layer reads (as heads for multi-token prediction do,
 2412.19437, section 2.2); or a ``bare`` projection mixes them as they are for a layer that norms neither what attention
-reads nor what it says itself: its output is what the target's own head would read (EAGLE, EAGLE-2). Names of weights
-are those of published checkpoints.
+reads nor what it says itself: its output is what the target's own head would read (EAGLE, EAGLE-2), and its logits are
+what the target would make of that, which is more than its head where a target scales or caps what that says (Granite,
+Cohere, Gemma). Names of weights are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -91,7 +92,8 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
     """The draft. ``config`` is a Llama's of one layer and more: ``join`` (of JOINS), ``draft_vocab_size`` (how many
     tokens it can say), ``taps`` (of FeatureReader) and ``target_hidden_size``. ``fc`` makes one feature of all streams,
     of each normed by itself (``fc_norm``) or of all together (``norm_before_fc``); where it is None, the only stream is
-    the feature. With ``norm_output`` its own output is normed, too, where it stands for a feature (EAGLE-3.1)."""
+    the feature. With ``norm_output`` its own output is normed, too, where it stands for a feature (EAGLE-3.1). Its
+    logits are multiplied by ``multiplier`` and, unless it is 0, capped at ``softcap``."""
 
     config_class = LlamaConfig
 
@@ -141,4 +143,34 @@ class FeatureHead(FeatureReader, LlamaPreTrainedModel):  # type: ignore[misc]
         sees = causal(self.config, embedded, mask, cache, position_ids=places)
         own = self.midlayer(embedded, features, self.rotary_emb(embedded, places), sees, cache)
         normed = self.norm(own)
-        return self.lm_head(normed), normed if self.normed else own
+        return capped(self.lm_head(normed), self.config), normed if self.normed else own
+
+
+def capped(logits: Tensor, config: Any) -> Tensor:
+    """Of what a head says its logits, as its ``config`` has them."""
+    if (multiplier := getattr(config, "multiplier", 1.0)) != 1.0:
+        logits = logits * multiplier
+    if cap := getattr(config, "softcap", 0.0):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def behind_head(target: PreTrainedModel) -> dict[str, float]:
+    """What a target does with what its head says, as ``multiplier`` and ``softcap``. It is asked, for config.json has
+    as many names for this as there are architectures, and one of them means a factor here, a divisor there."""
+    small, large = 2.0**-10, 2.0**30  # one that no cap bends, one that every cap cuts
+
+    def say(module: nn.Module, read: Any, said: Tensor) -> Tensor:
+        said = torch.zeros_like(said)
+        said[..., :2] = torch.tensor([small, large])
+        return said
+
+    hook = target.get_output_embeddings().register_forward_hook(say)
+    try:
+        with torch.no_grad():
+            logits = target(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    finally:
+        hook.remove()
+    near, far = logits[0, -1, :2].tolist()
+    multiplier = near / small
+    return {"multiplier": multiplier, "softcap": far if far < 0.5 * multiplier * large else 0.0}

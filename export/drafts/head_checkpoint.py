@@ -28,7 +28,7 @@ from ..checkpoints.checkpoint import PICKLED, WEIGHTS, Checkpoint, find_file, we
 from ..checkpoints.defaults import read_object
 from ..checkpoints.pairing import Ids, Vocabulary
 from .dflash import SLIDING, BlockHead
-from .eagle import JOINS, NORMS, FeatureHead
+from .eagle import JOINS, NORMS, FeatureHead, behind_head
 
 TAPS = "eagle_aux_hidden_state_layer_ids"  # what config.json calls the layers that are read
 _SAYS_NOTHING = ("t2d", "rotary_emb.inv_freq")  # what follows from the rest
@@ -61,6 +61,8 @@ class Head:
         ):
             if name not in weights:
                 weights[name] = table.detach().clone()
+        if getattr(self.config, "join", "") == "bare" and "lm_head.weight" not in self.weights:
+            self.config.update(behind_head(target))
         with own_code(f"'{self.source}'"):
             model = self.module(self.config)
         for name, own in model.state_dict().items():

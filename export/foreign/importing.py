@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ...engines.rounding import even_from, uneven
 from ...errors import BundleError, EngineError, ExportError
 from ..checkpoints.conversations import MAP, MORE, in_files, keep_conversations
 from ..checkpoints.pairing import Match, Vocabulary, match
-from ..writing import TEXTS, aside, destination, write_manifest
+from ..writing import TEXTS, Progress, aside, destination, write_manifest
 from .graph import inside
 from .source import Source, read_source
 
@@ -33,7 +33,6 @@ LENGTH, FAR = 24, 128  # tokens of a row that are looked at closely, and of one 
 # (int4 at width 1 against wider: up to 0.06); a wrong cache gives other numbers altogether.
 EXACT, ROUNDED = 1e-4, 0.25
 NOTE = "imported as it was: no transformers reference, its steps were compared with each other"
-Progress = Callable[[str], None]
 
 
 def import_pair(

@@ -8,18 +8,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
 from ...bundle import Bundle, Model
-from ...engines.plan import MOST_DRAFTED, MOST_ROWS
+from ...engines.base import MOST_ROWS
+from ...engines.plan import MOST_DRAFTED
 from ...engines.tensorrt import compat
 from ...engines.tensorrt.buildable import PRECISIONS, require_buildable
 from ...engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
 from ...errors import EngineError, UsageError
+from ..writing import Progress
 from .graph import lower
 from .network import (
     add_profile,
@@ -35,7 +37,6 @@ from .network import (
 DEFAULT_PREFILL = 512
 _MOST_TOP = 3840  # of both SDKs' TopK
 _NO_KERNEL = "dedicated kernel"
-Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

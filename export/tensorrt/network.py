@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...engines.tensorrt.manifest import Profile
 from ...errors import EngineError, one_line
+from ..writing import Progress
 
 _ERRORS = ("ERROR", "INTERNAL_ERROR")
 _UNUSED = "Unused Input"
@@ -159,7 +160,7 @@ def add_profile(builder: Any, network: Any, config: Any, profile: Profile, wante
         raise EngineError(f"the SDK refuses the profile of {profile.max_batch} x {profile.max_width} tokens")
 
 
-def monitor(trt: Any, tell: Callable[[str], None]) -> Any:
+def monitor(trt: Any, tell: Progress) -> Any:
     """A progress monitor that tells the running phase, now and then."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]

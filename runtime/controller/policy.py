@@ -91,10 +91,10 @@ class Pace:
         self.ledger.enter()
         self._standing.clear()
 
-    def tick(self, rows: int = 1, past: int = 0, late: Callable[[], int] = lambda: 0) -> Round:
-        """A round begins, of so many ``rows`` on contexts of ``past`` tokens on average; ``late`` as for ``Round``.
-        Prices are looked up every 8 rounds, every 32 while the draft model rests. A length that was chosen for what it
-        promises is kept until the next entry of what rounds showed."""
+    def tick(self, rows: int = 1, past: int = 0) -> Round:
+        """A round begins, of so many ``rows`` on contexts of ``past`` tokens on average. Prices are looked up every 8
+        rounds, every 32 while the draft model rests. A length that was chosen for what it promises is kept until the
+        next entry of what rounds showed."""
         if self.ledger.tick():
             self._standing.clear()
         if self.rest.resting:
@@ -106,22 +106,25 @@ class Pace:
         if fresh := young or self._rounds % (_SELDOM if self.rest.resting else _REFRESH) == 0:
             self.prices.renew()
         self.survey.tick(fresh=fresh)
-        return Round(rows, late)
+        return Round(rows)
 
     @property
     def idle(self) -> bool:
         """Whether the draft model rests in this round without asking if a try is due."""
         return self.rest.resting and self._rounds % _REFRESH != 0
 
-    def lengths(self, this: Round, policies: Sequence[Policy], limits: Sequence[int]) -> list[int]:
-        """The draft lengths of the requests in ``this`` round, each up to its limit.
+    def lengths(
+        self, this: Round, policies: Sequence[Policy], limits: Sequence[int], late: Callable[[], int] = lambda: 0
+    ) -> list[int]:
+        """The draft lengths of the requests in ``this`` round, each up to its limit. ``late()``: how many tokens the
+        draft model still has to read.
 
         A step is a rectangle, so all requests without a fixed length get the same one: argmax of (expected tokens of
         all) / (expected seconds).
         """
         this.limits, requests = limits, list(zip(policies, limits, strict=True))
         if auto := [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]:
-            self._choose(this, auto)
+            self._choose(this, auto, late)
         return [max(0, min(policy.length(this), limit)) for policy, limit in requests]
 
     def settle(
@@ -172,9 +175,9 @@ class Pace:
             took += (PRIOR_WEIGHT * seconds[length] + seen.seconds) / (PRIOR_WEIGHT + seen.rounds) / len(auto)
         return tokens / took
 
-    def _tries(self, this: Round, bills: Sequence[Bill]) -> bool:
+    def _tries(self, this: Round, bills: Sequence[Bill], late: Callable[[], int]) -> bool:
         """Whether a try after a rest is due. All its time counts as cost, for it may bring nothing."""
-        return self.rest.affords(self._trial(bills, this.rows) + self.prices.catch_up(this.rows, this.late()))
+        return self.rest.affords(self._trial(bills, this.rows) + self.prices.catch_up(this.rows, late()))
 
     def _trial(self, bills: Sequence[Bill], rows: int) -> float:
         """Seconds by which a try is longer than rounds without drafts. A try is one round, or, where the draft model
@@ -195,20 +198,22 @@ class Pace:
         self.ledger.due = True
         return _PROBE_LENGTH, "tried"
 
-    def _choose(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> None:
+    def _choose(self, this: Round, requests: Sequence[tuple[AutoLength, int]], late: Callable[[], int]) -> None:
         """Choose the length for these requests, each with its limit; it stays until what rounds showed is entered."""
         place = tuple(min(limit, MAX_DRAFT_LENGTH) for _, limit in requests)
         if standing := self._standing.get(place, 0):
             this.length = standing
         else:
-            this.length, this.why = self._joint(this, requests)
+            this.length, this.why = self._joint(this, requests, late)
             self._standing[place] = 0 if this.explores else this.length
 
-    def _joint(self, this: Round, requests: Sequence[tuple[AutoLength, int]]) -> tuple[int, Why]:
+    def _joint(
+        self, this: Round, requests: Sequence[tuple[AutoLength, int]], late: Callable[[], int]
+    ) -> tuple[int, Why]:
         rows, bills = this.rows, bills_of([request for request, _ in requests])
         if not self.rest.resting and lose(bills):
             self.rest.begin()
-        if self.rest.resting and (self.idle or not self._tries(this, bills)):
+        if self.rest.resting and (self.idle or not self._tries(this, bills, late)):
             return 0, "promises"
         longest = min(max(limit for _, limit in requests), MAX_DRAFT_LENGTH)
         if longest <= 0:
@@ -228,7 +233,7 @@ class Pace:
             best = self._hoped(requests, rows)
         if not best:
             self.rest.begin()
-            if self._tries(this, bills):  # as at the beginning of a text, of which it has read all there is
+            if self._tries(this, bills, late):  # as at the beginning of a text, of which it has read all there is
                 return self._try(bills)
         elif not any(bill.is_new for bill in bills):
             self.rest.end()

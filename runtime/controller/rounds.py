@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +11,7 @@ Why = Literal["promises", "measured", "tried"]
 
 @dataclass(slots=True)
 class Round:
-    """``rows``: how many share the step. ``late()``: how many tokens the draft model still has to read. ``limits``: the
-    longest drafts that it may make for each row.
+    """``rows``: how many share the step. ``limits``: the longest drafts that the draft model may make for each row.
 
     ``length``: the length of the draft model's drafts for requests without a fixed one. ``why`` it was chosen:
     "promises", because it promises most (this may be 0); "measured" or "tried", to learn something, whatever it
@@ -20,7 +19,6 @@ class Round:
     """
 
     rows: int = 1
-    late: Callable[[], int] = lambda: 0
     limits: Sequence[int] = ()
     length: int = 0
     why: Why = "promises"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...bundle import MANIFEST, Bundle, parse, read_json, read_manifest
+from ...engines.base import MOST_ROWS
 from ...engines.locks import lock
 from ...errors import BundleError, shown, typed
 from ..device import Device
@@ -26,7 +27,6 @@ from .costs import PARTS, Cost
 FORMAT = 2
 TUNED = "tuned.json"
 _MOST_BUCKETS, _LONGEST = 40, 3600.0
-MOST_ROWS = 4096
 _WRITING = threading.Lock()
 
 
