@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import json
 import os
 import pkgutil
 import tempfile
@@ -69,11 +70,19 @@ def everything() -> dict[str, Any]:
 
 
 def said_of(*models: Any) -> str:
-    """A digest of models' configurations and weights."""
+    """A digest of models' configurations and weights, wherever they were loaded from."""
     said = hashlib.sha256()
     for model in filter(None, models):
-        said.update(f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}".encode())
+        config = json.dumps(anywhere(model.config.to_dict()), sort_keys=True, default=str)
+        said.update(f"{type(model).__name__} {config}".encode())
         for name, weight in model.state_dict().items():
             said.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
             said.update(weight.detach().float().numpy().tobytes())
     return said.hexdigest()
+
+
+def anywhere(config: Any) -> Any:
+    """A configuration, and those in it, without the place that it was read from."""
+    if isinstance(config, dict):
+        return {str(key): anywhere(value) for key, value in config.items() if key != "_name_or_path"}
+    return config

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ import onnx_ir as ir  # noqa: E402
 from huggingface_hub import errors  # noqa: E402
 from huggingface_hub.utils import logging as hub_logging  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
+from support_captures import folder_of, said_of, shared  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import Whitespace  # noqa: E402
@@ -82,6 +83,13 @@ def save(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Save
     return save
 
 
+@pytest.fixture
+def capture_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """``captures_once``, of a test alone: others here look at what is held while a model is captured."""
+    with shared(folder_of(tmp_path_factory.getbasetemp())):
+        yield
+
+
 @pytest.fixture(scope="module")
 def mixed(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied int8 target that asks to be sampled, with a tied int4 draft whose vocabulary is padded to 560."""
@@ -91,7 +99,8 @@ def mixed(save: Save, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "leadout.json").write_text("{}")  # an older bundle, to be replaced as a whole
     (out / "stale").mkdir()
     pair = (save(generation=asks), save(vocab_size=560, initializer_range=0.05))
-    return export_pair(*pair, out, precision="int8", draft_precision="int4", max_context=96)
+    with shared(folder_of(tmp_path_factory.getbasetemp())):
+        return export_pair(*pair, out, precision="int8", draft_precision="int4", max_context=96)
 
 
 def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportError]:
@@ -494,6 +503,15 @@ def test_an_interrupted_export_leaves_what_was_there(save: Save, tmp_path: Path,
         assert [path.name for path in tmp_path.rglob("*")] == (["out", "leadout.json"] if old else [])
 
 
+def test_captures_are_shared_by_equal_models_wherever_they_lie(save: Save) -> None:
+    """Or the tests would capture the same model again for every copy of its checkpoint."""
+    one, copy, other = (load(save(vocab_size=512, **changes)).model for changes in ({}, {}, {"initializer_range": 0.1}))
+    assert one.config.name_or_path != copy.config.name_or_path
+    assert said_of(one) == said_of(copy) and said_of(one, copy) == said_of(copy, one)
+    assert len({said_of(one), said_of(other), said_of(one, one)}) == 3
+
+
+@pytest.mark.usefixtures("capture_once")
 def test_a_graph_that_is_not_the_model_is_never_written(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +525,7 @@ def test_a_graph_that_is_not_the_model_is_never_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("capture_once")
 def test_a_full_disk_is_told_with_what_an_export_takes(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,6 +575,7 @@ def test_nobody_holds_the_weights_while_a_graph_is_checked(
     assert len(held) == (9 if precision == "fp32" else 10) and max(held) < before + weights / 5
 
 
+@pytest.mark.usefixtures("capture_once")
 def test_graphs_that_nobody_will_run_are_checked_with_their_weights_in_the_file(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,6 +641,7 @@ def blob_bytes(bundle: Path, role: str) -> int:
     return (bundle / role / "model.onnx.data").stat().st_size
 
 
+@pytest.mark.usefixtures("capture_once")
 def test_tied_embeddings_are_stored_once(mixed: Path, save: Save, tmp_path: Path) -> None:
     half = export_pair(save(), None, tmp_path / "half", precision="fp16")
     parameters = Bundle.read(half).manifest.models["target"].parameters
@@ -656,7 +677,7 @@ def test_sampling_without_a_temperature_is_at_temperature_1():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("captures_once")
+@pytest.mark.usefixtures("capture_once")
 def test_a_draft_takes_the_fewest_bytes_that_keep_it_close(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     said: list[str] = []
     bundle = Bundle.read(export_pair(*tiny_pair, tmp_path / "tiny", progress=said.append))

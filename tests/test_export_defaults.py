@@ -111,6 +111,7 @@ def test_a_target_whose_tokenizer_says_more_than_its_head_is_refused(source: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.usefixtures("captures_once")
 def test_what_transformers_reads_otherwise_is_said(source: Path, tmp_path: Path) -> None:
     """Tokens that a later training added may be nowhere but in the tokenizer's settings."""
     own = vocabulary(str(source), read_config(source))

@@ -40,17 +40,18 @@ pytestmark = pytest.mark.usefixtures("captures_once")
 
 DEEP = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEEP |= {"n_shared_experts": 1}
-# Configuration class -> its arguments, and in how many of two layers it has experts.
+SINGLE = {"num_hidden_layers": 1}  # captures take time: of several layers with experts each, Mixtral and gpt-oss tell
+# Configuration class -> its arguments, and in how many of its two layers (of SINGLE: in its one) it has experts.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral": ({"num_local_experts": 4}, 2),
-    "Qwen2Moe": ({"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}, 2),
-    "Qwen3Moe": ({"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}, 2),
-    "Olmoe": ({"num_experts": 4}, 2),
-    "GraniteMoe": ({"num_local_experts": 4}, 2),
-    "Phimoe": ({"num_local_experts": 4}, 2),
+    "Qwen2Moe": (SINGLE | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}, 1),
+    "Qwen3Moe": (SINGLE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16}, 1),
+    "Olmoe": (SINGLE | {"num_experts": 4}, 1),
+    "GraniteMoe": (SINGLE | {"num_local_experts": 4}, 1),
+    "Phimoe": (SINGLE | {"num_local_experts": 4}, 1),
     "Glm4Moe": (DEEP | {"head_dim": 16}, 1),
     "Dots1": (DEEP, 1),
-    "AriaText": ({"moe_num_experts": 4, "moe_topk": 2}, 2),
+    "AriaText": (SINGLE | {"moe_num_experts": 4, "moe_topk": 2}, 1),
     "GptOss": ({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, 2),
     "Ernie4_5_Moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}, 1),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,12 @@ from leadout.runtime.drafters.model_drafter import ModelDrafter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("captures_once")
 
-# A delta rule in one layer and attention in the other are all that tells these bugs; the rest only takes time.
-SHORTER = {"qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}}
+# A delta rule or a convolution in one layer and attention in the other are all that tells these bugs; the rest only
+# takes time.
+SHORTER: dict[str, Any] = {
+    name: {"num_hidden_layers": 2, "layer_types": [kind, "full_attention"]}
+    for name, kind in (("qwen3_5", "linear_attention"), ("lfm2", "conv"))
+}
 
 
 def made(name: str, folder: Path) -> Model:
