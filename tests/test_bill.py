@@ -181,6 +181,20 @@ def a_try_forgets_no_gain():
     assert tried(pace, request, 1.0) and not cleared
 
 
+def a_try_that_is_due_comes_at_the_beginning_of_a_text():
+    """There the draft model has read all there is. Rounds later it would have to catch up first."""
+    for late, tries in ((0, True), (1000, False)):
+        pace = Pace(costs(per_draft=2.0))
+        pace.read([], 100, 1.0)  # so that a token it missed has a price
+        request = AutoLength(pace)
+        assert next_length(pace, request) == 0 and pace.rest.resting, "so dear that it seems not to pay"
+        pace.rest.tick(32 * 2 * (TOKEN + 2.0) + 1.0)
+        pace.start()
+        this = pace.tick()
+        pace.lengths(this, [request], [16], lambda late=late: late)
+        assert (this.why == "tried") == tries == (this.length == 2)
+
+
 def a_prompt_that_stalled_is_no_reason_to_rest():
     """Something else held the machine for ten minutes: it is neither on the bill nor the price of the next one."""
     pace = a_pace()
@@ -261,6 +275,7 @@ CHECKS = [
     it_rests_and_is_tried,
     a_verdict_ends,
     a_try_forgets_no_gain,
+    a_try_that_is_due_comes_at_the_beginning_of_a_text,
     a_prompt_that_stalled_is_no_reason_to_rest,
     a_prompt_is_not_read_for_nothing,
     a_model_that_abstains_reads_nothing,
@@ -300,6 +315,8 @@ MUTANTS = [
     Mutant("a try is one round", policy.Pace, "_trial", "TRIAL if lose(bills) else 1", "1"),
     Mutant("a promise is a success", policy.Pace, "_joint", "any(bill.is_new", "any(False and bill.is_new"),
     Mutant("nobody looks at the bill", policy.Pace, "_joint", "self.rest.begin()", "pass"),
+    Mutant("no text begins with a try", policy.Pace, "_joint", "self._tries(this, bills, late):  #", "False:  #"),
+    Mutant("catching up is free", policy.Pace, "_tries", "+ self.prices.catch_up(this.rows, late())", ""),
     Mutant("reading is free", reading.Reading, "end", "bill.record(-seconds)", "pass"),
     Mutant("reading is free where it was of use", reading.Reading, "end", "bill.charge(seconds)", "pass"),
     Mutant("its price is measured at its cost", reading.Reading, "begin", "if self._prices.reading else []", ""),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from leadout.runtime.controller.acceptance import Acceptance
-from leadout.runtime.controller.costs import Cost, Costs, context_bucket
+from leadout.runtime.controller.costs import Costs, context_bucket
 from leadout.runtime.controller.gain import cap, pays
 from leadout.runtime.controller.kinds import GREEDY
 from leadout.runtime.controller.policy import AutoLength, FixedLength, Pace
@@ -255,23 +255,6 @@ def test_a_table_on_disk_stands_in_for_the_start_up_until_it_is_outvoted():
     for _ in range(100):
         again.record_host(1, 1.0)
     assert 0.9 < again.host(1) <= 1.0
-
-
-def test_what_is_measured_tells_how_far_a_table_on_disk_is_off():
-    steps = {(0, 1): 1.0, (0, 2): 1.2, (0, 5): 1.6, (1, 2): 1.3, (1, 5): 1.8}
-    said = [Cost("target", 1, context, width, seconds) for (context, width), seconds in steps.items()]
-    said += [Cost("draft", 1, 0, length, 0.5 * length) for length in (1, 2, 4)] + [Cost("plain", 1, 0, 1, 0.8)]
-    table = Costs(said)
-    assert (table.target(1)[5], table.drafts(1)[4], table.plain(1, 1)) == (1.6, 2.0, 0.8)
-    table.record_target(1, 2, 2.4)
-    assert [table.target(1)[width] for width in (1, 2, 5)] == pytest.approx([2.0, 2.4, 3.2])
-    assert [table.target(1, 200)[width] for width in (2, 5)] == pytest.approx([2.6, 3.6]), "on other contexts, too"
-    longer = [sum(table.target(1, past)[width] for width in (1, 2, 5)) for past in (0, 200)]
-    assert (table.plain(1, 1), table.plain(1, 1, 200)) == pytest.approx((1.6, 1.6 * longer[1] / longer[0]))
-    assert table.drafts(1)[4] == 2.0, "what drafts take is another question"
-    table.record_draft(1, 1, 0.25)
-    assert table.drafts(1)[1:5] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert {cost.seconds for cost in table.measured() if cost.part == "draft"} == {0.25, 0.5, 1.0}
 
 
 def test_a_bill_is_what_was_counted_at_what_it_costs():

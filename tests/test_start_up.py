@@ -12,7 +12,7 @@ from test_policy import next_round
 
 from leadout.runtime.controller import costs, coverage, policy, prices, typical
 from leadout.runtime.controller.cascade import Cascade
-from leadout.runtime.controller.costs import Costs, Step
+from leadout.runtime.controller.costs import Cost, Costs, Step
 from leadout.runtime.controller.policy import AutoLength, Pace
 from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
@@ -176,7 +176,27 @@ def a_stall_in_one_step_does_not_make_the_widths_beside_it_dear():
     assert table.target(1)[3] > 10, "what is seen again and again is believed"
 
 
+def what_is_measured_tells_how_far_a_table_on_disk_is_off():
+    steps = {(0, 1): 1.0, (0, 2): 1.2, (0, 5): 1.6, (1, 2): 1.3, (1, 5): 1.8}
+    said = [Cost("target", 1, context, width, seconds) for (context, width), seconds in steps.items()]
+    said += [Cost("draft", 1, 0, length, 0.5 * length) for length in (1, 2, 4)] + [Cost("plain", 1, 0, 1, 0.8)]
+    table = Costs(said)
+    assert (table.target(1)[5], table.drafts(1)[4], table.plain(1, 1)) == (1.6, 2.0, 0.8)
+    table.record_target(1, 2, 2.4)
+    assert [table.target(1)[width] for width in (1, 2, 5)] == pytest.approx([2.0, 2.4, 3.2])
+    assert [table.target(1, 200)[width] for width in (2, 5)] == pytest.approx([2.6, 3.6]), "on other contexts, too"
+    longer = [sum(table.target(1, past)[width] for width in (1, 2, 5)) for past in (0, 200)]
+    assert (table.plain(1, 1), table.plain(1, 1, 200)) == pytest.approx((1.6, 1.6 * longer[1] / longer[0]))
+    assert table.drafts(1)[4] == 2.0, "what drafts take is another question"
+    table.record_draft(1, 1, 0.25)
+    assert table.drafts(1)[1:5] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert {cost.seconds for cost in table.measured() if cost.part == "draft"} == {0.25, 0.5, 1.0}
+    table.record_draft(1, 4, 3.0)
+    assert [table.drafts(1)[length] for length in (1, 2, 4)] == pytest.approx([0.25, 1.3, 3.0]), "3.25 instead of 2.5"
+
+
 CHECKS = [
+    what_is_measured_tells_how_far_a_table_on_disk_is_off,
     a_stall_in_one_step_does_not_make_the_widths_beside_it_dear,
     only_what_may_be_the_best_is_measured,
     a_batch_asks_for_less,
@@ -216,6 +236,10 @@ MUTANTS = [
     Mutant("one bad moment is half of the truth", costs.Costs, "record_target", "even=plain", "even=True"),
     Mutant("a stall is a price", costs, "_credible", "_BAD_MOMENT * least", "math.inf"),
     Mutant("what is seen often is a stall", costs, "_credible", "times[width] > HARDLY or", ""),
+    Mutant("a table on disk is right", costs.Costs, "_off", "return _ratio(measured, said[place])", "return 1.0"),
+    Mutant("it is right about plain steps", costs.Costs, "plain", 'each * self._off("target", *place)', "each"),
+    Mutant("it is right where nothing was measured", costs.Costs, "_seconds", "off * seconds", "seconds"),
+    Mutant("it outvotes what is measured", costs.Costs, "_seconds", "said.items()} | measured", "said.items()}"),
     Mutant("what is long ago holds", C, "renews", "return stale", "return False"),
     Mutant("nothing is hoped for", policy.Pace, "_seems_best", "requests, rows, _HOPE", "requests, rows, -4.0"),
     Mutant("what it missed is free until then", prices.Prices, "catch_up", ", self.reading", ""),
