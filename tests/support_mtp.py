@@ -14,12 +14,13 @@ from test_export_architectures import DELTA, GROUPED, spread
 from transformers.modeling_layers import MtpModel
 
 VOCAB = 512
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("Qwen3_5TextConfig", DELTA | {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA | HYBRID),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
-        DELTA | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+        DELTA | EXPERTS | HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 32},
     ),
     "glm4_moe": (
         "Glm4MoeConfig",

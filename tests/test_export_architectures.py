@@ -47,8 +47,8 @@ GROUPED = BASE | {"num_key_value_heads": 2}
 OPT = {key: BASE[key] for key in BASE if key != "intermediate_size"} | {"ffn_dim": 128, "word_embed_proj_dim": 64}
 FALCON = {key: BASE[key] for key in BASE if key != "intermediate_size"}
 GEMMA = GROUPED | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
-FOUR = {"num_hidden_layers": 4}
-DELTA = GROUPED | FOUR | {"head_dim": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+THREE = {"num_hidden_layers": 3}
+DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
 DELTA |= {"linear_num_value_heads": 4, "linear_value_head_dim": 24}
 SPACES = GROUPED | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "head_dim": 16}
 LONGROPE = {
@@ -149,7 +149,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "flint": ("FlintConfig", GROUPED | {"head_dim": 16}, {"gqa"}),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, {"gqa", "nonpad"}),
-    "lfm2": ("Lfm2Config", GROUPED | FOUR | {"layer_types": ["conv", "full_attention"] * 2}, {"gqa", "nonpad"}),
+    "lfm2": ("Lfm2Config", GROUPED | THREE | {"layer_types": ["conv", "full_attention", "conv"]}, {"gqa", "nonpad"}),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         GROUPED
@@ -159,13 +159,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     ),
     "qwen3_5": (
         "Qwen3_5TextConfig",
-        DELTA | {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        DELTA | THREE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         {"gqa", "nonpad"},
     ),
     "qwen3_next": (
         "Qwen3NextConfig",
         DELTA
-        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        | {"layer_types": ["linear_attention", "full_attention"]}
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"shared_expert_intermediate_size": 32},
         {"gqa", "nonpad"},
@@ -173,7 +173,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "olmo_hybrid": (
         "OlmoHybridConfig",
         DELTA
-        | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        | {"layer_types": ["linear_attention", "full_attention"]}
         | {"linear_num_value_heads": 2, "linear_value_head_dim": 32},
         {"gqa", "nonpad"},
     ),
@@ -205,7 +205,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 # come after products, activations bend what goes on, a router chooses, or one norm serves attention and the rest.
 SCALED = dict.fromkeys(CONFIGS, 7) | dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "starcoder2", "falcon", "cohere"), 5)
 SCALED |= {"olmo2": 3, "mixtral": 3, "falcon_7b": 3, "gpt_oss": 3, "afmoe": 6, "gemma4_shared": 13}
-SCALED |= {"lfm2": 13, "lfm2_moe": 5, "qwen3_5": 13, "qwen3_next": 5, "olmo_hybrid": 5, "granite_4_h": 8, "bamba": 8}
+SCALED |= {"lfm2": 10, "lfm2_moe": 5, "qwen3_5": 10, "qwen3_next": 5, "olmo_hybrid": 5, "granite_4_h": 8, "bamba": 8}
 SCALED |= {"nemotron_h": 5, "zamba2": 9, "phimoe_longrope": 3}
 QUICK = {"llama", "llama_heads_of_12", "gemma2", "gpt2"}
 

@@ -158,7 +158,7 @@ def test_a_checkpoint_that_sees_keeps_them_beside_its_text_model(qwen: Path, tmp
     said["text_config"]["mtp_num_hidden_layers"] = 1
     (tmp_path / "seeing" / "config.json").write_text(json.dumps(said))
     seeing, plain = head_of(tmp_path / "seeing"), head_of(qwen)
-    assert seeing.config.taps == plain.config.taps == [5]
+    assert seeing.config.taps == plain.config.taps == [3]
     for mine, other in zip(seeing.state_dict().items(), plain.state_dict().items(), strict=True):
         assert mine[0] == other[0] and torch.equal(mine[1], other[1])
 

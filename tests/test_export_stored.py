@@ -272,11 +272,11 @@ print((peak[0] - before) << 10)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="says how much memory a process has of its own")
 def test_an_export_takes_less_memory_than_the_checkpoint(tmp_path: Path, tokenizer_file: Path) -> None:
-    """76 M weights, 305 MB in float32, of which an engine in int8 has a copy of its own, of a quarter of that; torch's
+    """81 M weights, 323 MB in float32, of which an engine in int8 has a copy of its own, of a quarter of that; torch's
     exporter takes 130 MB, of a model of any size."""
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=12,
-        num_key_value_heads=12, bos_token_id=None, eos_token_id=0, max_position_embeddings=64,
+        vocab_size=512, hidden_size=1024, intermediate_size=5120, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=16, bos_token_id=None, eos_token_id=0, max_position_embeddings=64,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cpu"):
@@ -317,7 +317,7 @@ def everything(patch: pytest.MonkeyPatch, folder: Path) -> None:
     views_are_known(patch)
     (folder / "mixture").mkdir()
     lets_go(patch, folder / "mixture")
-    same_graph(patch, folder, "phi3", tie_word_embeddings=True)
+    same_graph(patch, folder, "phi3", tie_word_embeddings=True, num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.bug for mutant in MUTANTS])
