@@ -284,7 +284,7 @@ class Worth:
             self._left -= 1
             if self._left <= 0:
                 self.on, self._ratios = False, {False: []}
-                self._before, self._expected = Costs(self._costs.measured()), {}
+                self._before, self._expected = Costs(self._costs.entries()), {}
             return
         ratios = self._ratios[self.on]
         ratios.append(seconds / self._price(past)[length])

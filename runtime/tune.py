@@ -162,7 +162,7 @@ class Tuner:
 def kept(pair: Costs, plain: Costs) -> list[Cost]:
     """What is worth keeping of a sweep's costs and of those of plain decoding beside it: what a plain step takes only
     the latter says. All of one table, or what is measured later would be compared with another hour's."""
-    return pair.measured() + [cost for cost in plain.measured() if cost.part == "plain"]
+    return pair.entries() + [cost for cost in plain.entries() if cost.part == "plain"]
 
 
 def promise(

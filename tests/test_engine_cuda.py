@@ -288,7 +288,7 @@ def test_what_recording_takes_is_no_step_s_price(device: SlotEngine, monkeypatch
     decoder = Decoder(device, device)
     for _ in decoder.decode([([1, 2, 3], Settings(max_new_tokens=8, draft="model", draft_length=2))]):
         pass
-    told = {cost.part: cost.seconds for cost in decoder.costs.measured()}
+    told = {cost.part: cost.seconds for cost in decoder.costs.entries()}
     assert {"target", "draft"} <= told.keys() and max(told["target"], told["draft"]) < 1e-5, "less five seconds"
     assert decoder._pace.prices.reading == 0.0, "of the prompt, too, which is as short as a step that is recorded"
 

@@ -119,7 +119,7 @@ MUTANTS = [
     Mutant("drafts are begun anew", model_drafter.ModelDrafter, "_unfed", "*drafted[max(0, known - length) :]", ""),
     Mutant("the slower way is taken", ahead.Worth, "_decide", "with_it < without", "with_it > without"),
     Mutant("slow first calls decide", ahead.Worth, "_decide", "[:-_OUTLIERS]", ""),
-    Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.measured())", "self._costs"),
+    Mutant("prices follow what is done", ahead.Worth, "record", "Costs(self._costs.entries())", "self._costs"),
     Mutant("drafts nobody watched have classes", model_drafter.ModelDrafter, "resume", "and not kept", ""),
     Mutant("a resumed draft grows unasked", model_drafter.ModelDrafter, "resume", "not tokens or", "not self.steps or"),
     Mutant("kept drafts are certain", model_drafter.ModelDrafter, "resume", "watch.missed(0, kept)", "pass"),

@@ -246,7 +246,7 @@ def test_what_a_place_of_the_table_lacks_is_scaled_from_its_neighbour():
 def test_a_table_on_disk_stands_in_for_the_start_up_until_it_is_outvoted():
     first = costs(per_draft=0.1)
     first.record_host(1, 0.25)
-    again = Costs(first.measured())
+    again = Costs(first.entries())
     assert again.coverage.first_length(16) is None and not again.counts
     assert (again.target(1), again.draft(1), again.host(1)) == (first.target(1), first.draft(1), first.host(1))
     again.record_host(1, 1.0)

@@ -322,9 +322,9 @@ def test_its_memory_is_planned(model: Model, rows: int) -> None:
 
 def test_inspect_tells_what_is_kept(models: dict[str, Model]) -> None:
     assert describe(models["qwen3_5"].entry)["cache"] == (
-        "1 layers of 2 x 16; 3 states of 4 x 16 x 24, 6 trails of 131 tokens"
+        "1 layers of 2 x 16; 2 states of 4 x 16 x 24, 4 trails of 131 tokens"
     )
-    assert describe(models["lfm2"].entry)["cache"] == "2 layers of 2 x 16; 2 trails of 130 tokens"
+    assert describe(models["lfm2"].entry)["cache"] == "1 layers of 2 x 16; 2 trails of 130 tokens"
 
 
 @pytest.mark.parametrize("option", ["precision", "draft_precision"])

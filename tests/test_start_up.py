@@ -190,7 +190,7 @@ def what_is_measured_tells_how_far_a_table_on_disk_is_off():
     assert table.drafts(1)[4] == 2.0, "what drafts take is another question"
     table.record_draft(1, 1, 0.25)
     assert table.drafts(1)[1:5] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert {cost.seconds for cost in table.measured() if cost.part == "draft"} == {0.25, 0.5, 1.0}
+    assert {cost.seconds for cost in table.entries() if cost.part == "draft"} == {0.25, 0.5, 1.0}
     table.record_draft(1, 4, 3.0)
     assert [table.drafts(1)[length] for length in (1, 2, 4)] == pytest.approx([0.25, 1.3, 3.0]), "3.25 instead of 2.5"
 
@@ -237,7 +237,7 @@ MUTANTS = [
     Mutant("a stall is a price", costs, "_credible", "_BAD_MOMENT * least", "math.inf"),
     Mutant("what is seen often is a stall", costs, "_credible", "times[width] > HARDLY or", ""),
     Mutant("a table on disk is right", costs.Costs, "_off", "return _ratio(measured, said[place])", "return 1.0"),
-    Mutant("it is right about plain steps", costs.Costs, "plain", 'each * self._off("target", *place)', "each"),
+    Mutant("it is right about plain steps", costs.Costs, "plain", ' * self._off("target", *place)', ""),
     Mutant("it is right where nothing was measured", costs.Costs, "_seconds", "off * seconds", "seconds"),
     Mutant("it outvotes what is measured", costs.Costs, "_seconds", "said.items()} | measured", "said.items()}"),
     Mutant("what is long ago holds", C, "renews", "return stale", "return False"),

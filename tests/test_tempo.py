@@ -242,7 +242,7 @@ def slow_for_long():
 
 
 def a_table_on_disk_is_of_an_average_minute():
-    again = Costs(slow_for_long().measured())
+    again = Costs(slow_for_long().entries())
     assert again.target(1)[4] == pytest.approx(3.0 * (STEP + 3 * TOKEN), rel=0.15)
 
 
@@ -306,7 +306,7 @@ MUTANTS = [
     Mutant("a slow round is as cheap", C, "_pay", "times * self._tempo.slowness", "times"),
     Mutant("every table has its tempo", C, "__init__", "tempo or Tempo()", "Tempo()"),
     Mutant("no doubt", policy.Pace, "_speeds", "(1.0 + self.prices.costs.doubt(rows))", "1.0"),
-    Mutant("tables on disk are of the first minute", C, "measured", "seconds * self._tempo.mean", "seconds"),
+    Mutant("tables on disk are of the first minute", C, "entries", "seconds * self._tempo.mean", "seconds"),
     Mutant("a slow draft missed much", C, "record_draft", "known * self._tempo.slowness", "known"),
     Mutant("no doubt about a bill", policy.Pace, "_settle", "1.0 + prices.costs.doubt(rows)", "1.0"),
     Mutant("a slow reading is a dear one", prices.Prices, "read", "self.costs.usual(seconds)", "seconds"),

@@ -122,7 +122,7 @@ def test_a_sweep_measures_every_length_as_often_and_changes_no_text() -> None:
     del widths[1]  # of the draft and the host
     assert set(widths) == set(range(2, 18)) and sweep.lengths.rounds == sum(widths.values())
     assert max(widths.values()) <= 3 * min(widths[width] for width in range(3, 17)), widths
-    known = {cost.part for cost in sweep.costs.measured()}
+    known = {cost.part for cost in sweep.costs.entries()}
     assert known == {*PARTS} - {"plain", "catch-up"}, "it drafts in nearly every round"
 
 

@@ -190,13 +190,13 @@ class Costs:
         """Seconds of a plain step of ``width`` tokens (the least width there is), while no draft model runs. Where it
         was measured with other rows or contexts only, it is scaled as other steps are; where it was hardly measured at
         all, it is taken for any step of that width. None while nothing was measured."""
-        bucket, measured = context_bucket(past), self._tables.get("plain", {})
-        typicals = {place: widths[width] for place, widths in measured.items() if width in widths}
-        seconds = {place: widths[width] for place, widths in self._said.get("plain", {}).items() if width in widths}
-        seconds = {place: each * self._off("target", *place) for place, each in seconds.items()}
-        for place, typical in typicals.items():
-            if typical.faded or len(typical) >= PLAIN_KNOWN:
-                seconds[place] = typical.seconds
+        bucket, seconds = context_bucket(past), dict[tuple[int, int], float]()
+        for place, said in self._said.get("plain", {}).items():
+            if width in said:
+                seconds[place] = said[width] * self._off("target", *place)
+        for place, widths in self._tables.get("plain", {}).items():
+            if width in widths and (widths[width].faded or len(widths[width]) >= PLAIN_KNOWN):
+                seconds[place] = widths[width].seconds
         if not seconds:
             steps = self.target(rows, past)
             return None if steps is None else steps[width]
@@ -247,7 +247,7 @@ class Costs:
             total[part] += weight * seconds[width]
         return total
 
-    def measured(self) -> list[Cost]:
+    def entries(self) -> list[Cost]:
         """All that is known, in order, on this device as slow as it was on average: what ``Costs(known)`` starts
         from."""
         return [
