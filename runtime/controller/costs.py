@@ -300,6 +300,10 @@ class Costs:
         """Rows and bucket of what is known."""
         return {*self._tables.get(part, {}), *self._said.get(part, {})}
 
+    def _widths(self, part: str, place: tuple[int, int]) -> set[int]:
+        """What something may be known of there."""
+        return {*self._tables.get(part, {}).get(place, ()), *self._said.get(part, {}).get(place, ())}
+
     def _measured(self, part: str, rows: int, bucket: int) -> dict[int, float]:
         """What was measured just there, by width."""
         widths = self._tables.get(part, {}).get((rows, bucket), {})
@@ -338,6 +342,8 @@ class Costs:
         """Width -> seconds for so many rows on contexts of ``bucket``."""
         known: dict[int, float] = {}
         for place in sorted(self._places(part), key=_distance(rows, bucket))[:_NEIGHBOURS]:
+            if known and known.keys() >= self._widths(part, place):
+                continue  # most places know no more than the first
             found = self._seconds(part, *place)
             scale = _ratio(known, found)
             known = {width: scale * seconds for width, seconds in found.items()} | known
