@@ -155,7 +155,7 @@ GRAPHS = [  # by the model that tells it soonest: of a convolution alone, a delt
     ("granite_4_h", Mutant("states are those of the anchor", MEMORY, "recur", "_, state = _attend", "_, _ = _attend")),
     (
         "granite_4_h",
-        Mutant("groups of keys are taken in turn", recurrent, "_attend", "(groups, 1, width)", "(1, groups, width)"),
+        Mutant("groups of keys are taken in turn", recurrent, "_attend", "groups, 1, width)", "1, groups, width)"),
     ),
     (
         "lfm2",

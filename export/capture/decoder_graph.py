@@ -37,6 +37,7 @@ from .recurrent import Memory, evenly, recurring
 from .refusals import TRACED_SLOTS
 from .stored import Standins
 from .taps import FeatureReader, tapped
+from .tracing import traced_once
 
 OPSET = 24
 NAME = "leadout_slots"
@@ -248,7 +249,7 @@ def capture(
     standins = Standins()
     try:
         swapped = _swapped(model, step, reader)
-        with torch.no_grad(), swapped, recurring(model, step.memory), standins.in_place(model), _quiet():
+        with torch.no_grad(), swapped, recurring(model, step.memory), standins.in_place(model), traced_once(), _quiet():
             program = torch.onnx.export(
                 DecoderGraph(model, step, reader).eval(),
                 (),

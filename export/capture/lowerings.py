@@ -179,13 +179,14 @@ def by_pairs(experts: nn.Module, gate: Mapping[str, float]) -> Callable[[Tensor,
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens, k = top_k_index.shape
         biases = [experts.gate_up_proj_bias, experts.down_proj_bias] if experts.has_bias else [None, None]
-        pairs = hidden_states.repeat_interleave(k, dim=0)
-        chosen = nn.functional.one_hot(top_k_index.reshape(-1), experts.gate_up_proj.shape[0]).to(pairs.dtype)
+        width = hidden_states.shape[-1]
+        pairs = hidden_states.unsqueeze(1).expand(tokens, k, width).reshape(tokens * k, width)
+        chosen = (top_k_index.reshape(-1, 1) == torch.arange(experts.gate_up_proj.shape[0])).to(pairs.dtype)
         inputs = (pairs, chosen, experts.gate_up_proj, biases[0], experts.down_proj, biases[1])
         attributes = {**PAIRS, **gate, **layout}
         made = symbolic(f"{CONTRIB}::MoE", inputs, attributes, like=pairs, version=1)
         weighted = made * top_k_weights.reshape(-1, 1)
-        total: Tensor = weighted.reshape(tokens, k, hidden_states.shape[-1]).sum(dim=1)
+        total: Tensor = weighted.reshape(tokens, k, width).sum(dim=1)
         return total.to(hidden_states.dtype)
 
     return forward

@@ -105,7 +105,7 @@ class Memory:
         many neighbouring heads, value [B, S, H, M], ``rates`` (log decay and, if the rule has one, beta) [B, S, H] ->
         [B, S, H, M]."""
         shape = key.shape[2:], value.shape[2:]
-        taken = [key.flatten(2), value.flatten(2), *rates]
+        taken = [_side_by_side(key), _side_by_side(value), *rates]
         trail = self.keep(torch.cat(taken, dim=-1))
         if self.measures:
             self.new_states.append(value.new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3]))
@@ -118,8 +118,8 @@ class Memory:
         state = self.states[len(self.new_states)]
         _, state = _attend(rule, shape, old_key, old_key, old_value, state, *old_rates)
         self.new_states.append(state)
-        out, _ = _attend(rule, shape, query.flatten(2), *taken[:2], state, *rates)
-        return out.unflatten(2, shape[1])
+        out, _ = _attend(rule, shape, _side_by_side(query), *taken[:2], state, *rates)
+        return out.reshape(value.shape)
 
     @property
     def lens(self) -> Tensor:
@@ -128,13 +128,19 @@ class Memory:
         return self.past_lens
 
 
+def _side_by_side(heads: Tensor) -> Tensor:
+    """[B, S, ..., N] -> [B, S, ... * N]."""
+    return heads.reshape(*heads.shape[:2], -1)
+
+
 def _attend(rule: str, shape: tuple[Any, Any], *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """``LinearAttention`` of query, key, value [B, S, heads * width], state and rates: what it says, and the state
     behind it. ``shape``: groups and width of the keys, heads and width of the values."""
     query, key, value, state, *rates = inputs
     (groups, width), (heads, _) = shape
     if groups != heads:
-        key = key.unflatten(2, (groups, 1, width)).expand(-1, -1, -1, heads // groups, -1).flatten(2)
+        apart = key.reshape(*key.shape[:2], groups, 1, width)
+        key = _side_by_side(apart.expand(-1, -1, -1, heads // groups, -1))
     attributes = {"q_num_heads": groups, "kv_num_heads": heads, "scale": 1.0, "update_rule": rule}
     out, new = torch.onnx.ops.symbolic_multi_out(
         f"{CONTRIB}::LinearAttention",
