@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ..errors import UsageError
 from .decoder import Event
 from .settings import Settings
 from .stats import Stats
 from .text import TextStream
+
+T = TypeVar("T")
+_TAKEN = ("generator already executing",)  # what Python says, in a ValueError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,11 +59,30 @@ class Result:
     sample: int = 0
 
 
+class Taken(Iterator[T]):
+    """What a generator gives, to one thread at a time. Raises UsageError where one asks while another waits for the
+    next: what each of them got would be a part of a text."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+
+    def __next__(self) -> T:
+        try:
+            return next(self._items)
+        except ValueError as error:
+            if error.args != _TAKEN:
+                raise
+        raise UsageError(
+            "another thread (or this one, interrupted) is waiting for the next already: take a stream, or answers, in"
+            " one thread"
+        )
+
+
 class Stream(Iterator[Piece]):
     """Pieces of one answer as they come; afterwards ``result`` is the whole."""
 
     def __init__(self, items: Iterator[Piece | Result]) -> None:
-        self._items = items
+        self._items = Taken(items)
         self._result: Result | None = None
 
     def __next__(self) -> Piece:
@@ -71,9 +94,10 @@ class Stream(Iterator[Piece]):
 
     @property
     def result(self) -> Result:
-        """The finished answer. Raises UsageError while pieces are still to come."""
+        """The finished answer. Raises UsageError while pieces are still to come, and for good where the stream ended by
+        an error."""
         if self._result is None:
-            raise UsageError("the stream has no result: its pieces were not taken to the end before another call")
+            raise UsageError("the stream has no result: its pieces were not taken to the end")
         return self._result
 
 

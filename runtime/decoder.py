@@ -98,7 +98,6 @@ class Decoder:
         self._plain = True  # nobody drafts in this decode
         self._once = 0.0  # seconds of the target's last step that later ones of its shape do not take
         self._epoch = 0
-        self._turn = RLock()
         self.ending = Ending()
         self.ending.follow(self)
 
@@ -139,10 +138,8 @@ class Decoder:
 
     @property
     def turn(self) -> RLock:
-        """Whose round it is, of the threads that share this. Raises EngineError in a process that was forked since: who
-        holds it there may be a thread of its parent, which is waited for in vain."""
-        self.ending.require_own()
-        return self._turn
+        """Whose round it is, of the threads that share this. See ``Ending.turn``."""
+        return self.ending.turn
 
     def forget(self) -> None:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
@@ -160,13 +157,13 @@ class Decoder:
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
         """``admitted`` makes the rows, not before the first event is asked for: they use what all earlier rows
         showed."""
-        with self.turn, self.ending.lock:
+        with self.turn, self.ending.round:
             if self.ending.over:
                 self.ending.leave()
             rows = admitted()
             clock = self._start(rows)
         while rows:
-            with self.turn, self.ending.lock:
+            with self.turn, self.ending.round:
                 if self.ending.over:
                     self.ending.leave()
                 this = self._begin(rows, clock)
@@ -175,6 +172,7 @@ class Decoder:
                 verdicts = self._verify(this, rows, drafts, logits, clock)
                 events = self._commit(this, rows, drafts, verdicts)
                 rows = self._retire(rows, drafts, clock)
+            self.ending.catch_up()
             yield from events
 
     def _start(self, rows: list[Row]) -> Stopwatch:

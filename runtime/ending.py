@@ -1,27 +1,62 @@
-"""Sees to it that no round runs while the interpreter ends, nor in a process that was forked after loading."""
+"""Sees to it that no round runs beside another, while the interpreter ends, or in a process that was forked after
+loading."""
 
 from __future__ import annotations
 
 import os
-from threading import RLock, current_thread
+from collections.abc import Callable
+from threading import Lock, RLock, current_thread
 from typing import Final
 from weakref import finalize
 
-from ..errors import EngineError
+from ..errors import EngineError, UsageError
 
 _LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
 
 
 class Ending:
-    """``lock`` is held while a round runs; ``over`` is set when the interpreter ends, or its owner is gone.
+    """``over`` is set when the interpreter ends, or its owner is gone.
 
     A daemon thread that returns from C++ to an interpreter which has ended is unwound through C++ code that cannot take
     it, and the whole process aborts. (Python waits for other threads before it ends.)
     """
 
     def __init__(self) -> None:
-        self.lock, self.over = RLock(), False
+        self.over = False
+        self._turn, self._round = RLock(), Lock()
+        self._waiting: list[Callable[[], None]] = []
         self._process = os.getpid()
+
+    @property
+    def turn(self) -> RLock:
+        """Whose round it is, of several threads. Raises EngineError in a process that was forked since: who holds it
+        there may be a thread of its parent, which is waited for in vain."""
+        self.require_own()
+        return self._turn
+
+    @property
+    def round(self) -> Lock:
+        """What is held while a round runs, by a thread that has the turn. Raises UsageError where that thread is in the
+        middle of a round already, which a signal handler or a finalizer interrupts: the caches are in use."""
+        if self._round.locked() and not self.over:
+            raise UsageError(
+                "this pair is in the middle of a round of the same thread (a signal handler or a finalizer interrupts"
+                " it): ask when that is over"
+            )
+        return self._round
+
+    def between(self, act: Callable[[], None]) -> None:
+        """Call ``act``, which takes the turn, now or, from the middle of a round, behind it."""
+        with self.turn:
+            self._waiting.append(act)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """A round may have ended: call what waits for that."""
+        if self._waiting:
+            with self.turn:
+                while self._waiting and not self._round.locked():
+                    self._waiting.pop(0)()
 
     @property
     def forked(self) -> bool:
@@ -46,7 +81,6 @@ class Ending:
     def _end(self) -> None:
         if self.forked:
             return
-        held = self.lock.acquire(timeout=_LONGEST)
-        self.over = True
-        if held:
-            self.lock.release()
+        self.over = True  # first: who finds the lock taken sees why
+        if self._round.acquire(timeout=_LONGEST):
+            self._round.release()

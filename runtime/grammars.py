@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
@@ -33,7 +33,7 @@ class Grammars:
         self._codec, self._size = codec, size
         self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
         self._tokenizer: tuple[frozenset[int], LLTokenizer, int | None] | None = None
-        self._lock = Lock()
+        self._lock = RLock()  # a signal handler may ask, too, or make all be forgotten
 
     def of(self, settings: Settings, ends: Collection[int]) -> Grammar | None:
         """What ``settings`` ask for, before the first token of an answer that ends with one of ``ends``; None where
@@ -42,17 +42,16 @@ class Grammars:
             return None
         key = (*asked, frozenset(ends))
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = self._compile(*key)
-            self._kept.move_to_end(key)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-            return Grammar(self._kept[key])
+            kept = self._kept
+            kept[key] = compiled = kept.pop(key, None) or self._compile(*key)
+            while len(kept) > _KEPT:
+                kept.popitem(last=False)
+            return Grammar(compiled)
 
     def forget(self) -> None:
         """Drop all that were asked for."""
         with self._lock:
-            self._kept.clear()
+            self._kept = OrderedDict()
 
     def _compile(self, name: str, text: str, ends: frozenset[int]) -> Compiled:
         try:

@@ -16,7 +16,7 @@ from ..bundle import TOKENIZER, VOCABULARY, Bundle, Manifest, read_manifest
 from ..engines import PROVIDERS, Engine, open_engine
 from ..errors import BundleError, UsageError, shown
 from .ahead import check_ahead
-from .answers import Answer, Piece, Result, Stream
+from .answers import Answer, Piece, Result, Stream, Taken
 from .controller.costs import Cost, Costs
 from .controller.tuned import read as read_tuned
 from .decoder import Decoder, Event
@@ -115,7 +115,7 @@ class Pair:
         other's. Arguments and errors as for ``generate``, raised before the first is asked for."""
         if is_single(prompts):
             raise UsageError("answers takes a list of prompts, not one: generate takes either")
-        return self._results(self._start(prompts, settings, check_n(n)))
+        return Taken(self._results(self._start(prompts, settings, check_n(n))))
 
     def stream(self, /, prompt: Prompt, **settings: Any) -> Stream:
         """Answer one prompt piece by piece; arguments and errors as for ``generate``. Leave it to stop early."""
@@ -232,10 +232,12 @@ class Pair:
         self.decoder.forget()
 
     def close(self) -> None:
-        """Release both models, and what is remembered. Calling it twice is fine. In a process that was forked since
-        nothing happens: all is its parent's."""
-        if self.decoder.ending.forked:
-            return
+        """Release both models, and what is remembered; where a signal handler asks in the middle of a round, behind it.
+        Calling it twice is fine. In a process that was forked since nothing happens: all is its parent's."""
+        if not self.decoder.ending.forked:
+            self.decoder.ending.between(self._close)
+
+    def _close(self) -> None:
         with self.turn:
             self.forget()
             self.target.close()
