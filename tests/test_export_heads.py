@@ -37,7 +37,7 @@ from leadout.errors import BundleError, ExportError, UsageError
 from leadout.export import parity
 from leadout.export.build import export_pair
 from leadout.export.capture.taps import tapped
-from leadout.export.drafts.eagle import FeatureHead
+from leadout.export.drafts.eagle import FeatureHead, behind_head
 from leadout.export.drafts.head_checkpoint import read_head
 from leadout.export.golden import Truth, head_truth
 from leadout.runtime.drafters.feature_drafter import FeatureDrafter
@@ -239,6 +239,14 @@ def test_a_borrowed_head_says_what_its_target_makes_of_it(tmp_path: Path, kind: 
     )
     logits, _, raw = said()
     assert torch.equal(logits, raw)
+
+
+def test_a_target_of_one_token_tells_what_it_makes_of_its_head() -> None:
+    settings = LAYER | {"vocab_size": 1, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    scaled = AutoModelForCausalLM.from_config(transformers.GraniteConfig(**settings, logits_scaling=8.0))
+    capped = AutoModelForCausalLM.from_config(transformers.Gemma2Config(**settings, final_logit_softcapping=3.0))
+    assert behind_head(scaled.eval()) == {"multiplier": 0.125, "softcap": 0.0}
+    assert behind_head(capped.eval()) == pytest.approx({"multiplier": 1.0, "softcap": 3.0})
 
 
 def test_the_norms_of_eagle_3_1(tmp_path: Path) -> None:

@@ -161,16 +161,16 @@ def behind_head(target: PreTrainedModel) -> dict[str, float]:
     small, large = 2.0**-10, 2.0**30  # one that no cap bends, one that every cap cuts
 
     def say(module: nn.Module, read: Any, said: Tensor) -> Tensor:
-        said = torch.zeros_like(said)
-        said[..., :2] = torch.tensor([small, large])
+        said = torch.full_like(said, small)
+        said[:, 1] = large  # of another place, not another token: there may be but one
         return said
 
     hook = target.get_output_embeddings().register_forward_hook(say)
     try:
         with torch.no_grad():
-            logits = target(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+            logits = target(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
     finally:
         hook.remove()
-    near, far = logits[0, -1, :2].tolist()
+    near, far = logits[0, :, 0].tolist()
     multiplier = near / small
     return {"multiplier": multiplier, "softcap": far if far < 0.5 * multiplier * large else 0.0}
