@@ -249,12 +249,21 @@ class TextStream:
         """How many characters may be shown now."""
         if self._stop_at is not None:
             return self._stop_at
-        length = len(self.text)
-        held = (n for stop in self._stop for n in range(1, min(len(stop), length + 1)) if self.text.endswith(stop[:n]))
-        return length - max(held, default=0)
+        text = self.text
+        return len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
 
     def _find_stop(self, before: int) -> bool:
         """Look for the first stop string that ends after ``before``."""
         found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop]
         self._stop_at = min((at for at in found if at >= 0), default=None)
         return self._stop_at is not None
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of ``stop``, but for the whole of it, that ``text`` ends with."""
+    at = max(0, len(text) - len(stop) + 1)
+    while (at := text.find(stop[0], at)) >= 0:  # few places are looked at, however long the stop string is
+        if stop.startswith(text[at:]):
+            return len(text) - at
+        at += 1
+    return 0

@@ -109,6 +109,25 @@ def test_a_stop_string_of_any_length_is_looked_for_as_soon(codec: Codec) -> None
     assert stream.text[: stream.visible] == "x END or "
 
 
+@given(text=st.text("ab", max_size=12), stop=st.text("ab", min_size=1, max_size=8))
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stop: str) -> None:
+    ends = [n for n in range(len(stop)) if text.endswith(stop[:n])]
+    assert text_module.overlap(text, stop) == ends[-1]
+
+
+def test_few_places_of_a_text_are_looked_at_for_a_long_stop_string() -> None:
+    class Stop(str):
+        looks = 0
+
+        def startswith(self, *given: Any) -> bool:
+            Stop.looks += 1
+            return super().startswith(*given)
+
+    text = "abc" * 3000
+    assert text_module.overlap(text + "x", Stop("x" + text)) == 1
+    assert text_module.overlap(text, Stop("x" + text)) == 0 and Stop.looks == 1
+
+
 def test_the_earliest_of_several_stop_strings_counts(codec: Codec) -> None:
     _, text, _ = written(codec, "", [codec.encode("one two three")], stop=["three", "two", "e t"])
     assert text == "on"
