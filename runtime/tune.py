@@ -109,7 +109,9 @@ class Tuner:
         plainly, by default the pair's target. Steps are measured on the prompts as they are, and on contexts of up to
         ``longest_context`` tokens. Raises UsageError for a bundle without a draft."""
         if pair.draft is None:
-            raise UsageError("this bundle has no draft model; there is nothing to tune")
+            raise UsageError(
+                "this bundle has no draft model; nothing to tune (one of another is measured by --draft BUNDLE)"
+            )
         self.pair, self.settings = pair, pair.settings(settings | {"draft": "model"})
         self._given, self._longest, self._tempo = settings, longest_context, Tempo()
         plainly = Costs(tempo=self._tempo)
@@ -230,8 +232,9 @@ def tune(
     plain: Engine | None = None,
     longest_context: int = 1024,
     progress: Callable[[str], None] = lambda line: None,
+    own: str = "the bundle's own",
 ) -> tuple[dict[str, Any], list[Cost]]:
-    """The report that `leadout tune --json` prints, and the costs to keep."""
+    """The report that `leadout tune --json` prints, where the pair's draft is called ``own``, and the costs to keep."""
     tuner = Tuner(pair, settings, longest_context, plain)
     report: dict[str, Any] = {"batch_sizes": {}, "drafts": {}, "prompts": len(prompts)}
     for rows in batch_sizes:
@@ -241,7 +244,7 @@ def tune(
         tuner.measure_contexts(prompts, rows)
         progress(f"{rows} at once: drafts of {found.best}, observed")
         report["batch_sizes"][rows] = _as_report(found) | held(found, tuner, prompts)
-        drafts = {"the bundle's own": found}
+        drafts = {own: found}
         for name, engine in candidates.items():
             progress(f"{rows} at once: the draft of {name}")
             drafts[name] = tuner.measure(prompts, rows, engine)

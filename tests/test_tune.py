@@ -371,6 +371,24 @@ def test_tune_keeps_what_generate_starts_from(bundle: Path, tmp_path: Path, monk
     assert "drafts" in shown.stdout and "not kept" in shown.stdout and f"{bundle}: " in shown.stdout
 
 
+def test_drafts_are_compared_for_a_bundle_that_has_none(bundle: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(bundle, tmp_path / "bare"))
+    manifest = json.loads((bare / "leadout.json").read_text(encoding="utf-8"))
+    del manifest["models"]["draft"]
+    (bare / "leadout.json").write_text(json.dumps(manifest), encoding="utf-8")
+    shutil.rmtree(bare / "draft")
+    other, path = Path(shutil.copytree(bundle, tmp_path / "other")), tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "x = 1"}), encoding="utf-8")
+    options = ["--prompts", path, "--batch-sizes", 1, "--max-new-tokens", 16, "--context", 64, "--threads", 1]
+    refused = run("tune", bare, *options)
+    assert refused.exit_code == 2 and "nothing to tune (one of another is measured by --draft" in refused.stderr
+    result = run("tune", bare, *options, "--draft", bundle, "--draft", other, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert list(report["drafts"]["1"]) == [str(bundle), str(other)] and report["batch_sizes"]["1"]["observed"] > 0
+    assert "saved" not in report and report["note"] and not (bare / "tuned.json").exists()
+
+
 def test_tune_refuses_what_it_cannot_do(bundle: Path) -> None:
     for value in ("0", "1,", "x", "4097", "99999999999999"):
         assert "is not a list of numbers" in run("tune", bundle, "--batch-sizes", value).stderr
