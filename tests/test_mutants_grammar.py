@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant("a draft that cannot go on is an error", model_drafter.ModelDrafter, "_choose", "and not draft.tokens", ""),
     Mutant("what cannot be taken back is compiled", G, "check", "not self._matcher.rollback(1)", "False"),
     Mutant("all ends are one", Grammars, "of", "frozenset(ends))", "frozenset([0]))"),
-    Mutant("grammars are compiled for each", Grammars, "of", "if key not in self._kept", "if True"),
+    Mutant("grammars are compiled for each", Grammars, "of", "kept.pop(key, None) or", ""),
     Mutant("grammars are kept for ever", Grammars, "of", "> _KEPT", "< 0"),
     Mutant("the latest is dropped first", Grammars, "of", "last=False", "last=True"),
     Mutant("grammars are not forgotten", admission.Admission, "forget", "self._grammars.forget()", "pass"),
