@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from leadout.export.capture import tracing
 from leadout.export.capture.decoder_graph import capture
 from leadout.export.capture.kept import kept
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's, of itself
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -25,6 +29,12 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 8}
+
+
+@torch.library.custom_op("leadout_tests::relu_", mutates_args=("x",))
+def relu_(x: Tensor) -> None:
+    """Of the name of an operator of torch's, and no more."""
+    x.add_(100)
 
 
 class Program(nn.Module):
@@ -69,6 +79,94 @@ def of_what_is_wider(x: Tensor) -> Tensor:
     return made + 1
 
 
+def in_what_was_given_on(x: Tensor) -> Tensor:
+    made = x * 2
+    row = made[0].to(torch.float32)
+    made.add_(1)
+    return row
+
+
+def twice_in_what_has_a_view(x: Tensor) -> Tensor:
+    made = x * 2
+    row = made[0]
+    made.add_(1)
+    made.mul_(3)
+    return row * 1
+
+
+def elsewhere_and_in_what_has_a_view(x: Tensor) -> Tensor:
+    made = x * 2
+    row = made[0]
+    torch.add(x, 1, out=made)
+    made.mul_(2)
+    return row * 3
+
+
+def in_what_looks_like_its_own(x: Tensor) -> Tensor:
+    made = x[0] * 2
+    grid, _ = torch.meshgrid(made, made, indexing="ij")
+    made.add_(1)
+    return grid * 1
+
+
+def in_several(x: Tensor) -> Tensor:
+    made = [x * 2, x * 3]
+    torch._foreach_add_(made, 1.0)
+    return made[0] + made[1]
+
+
+def in_a_range(x: Tensor) -> Tensor:
+    made = x[0] * 2
+    torch.arange(0, 4, out=made)
+    return made + x
+
+
+def in_another_s_place(x: Tensor) -> Tensor:
+    made, other = x * 2, x * 3
+    made.set_(other)
+    made.add_(1)
+    return other * 1
+
+
+def by_another_s_operator(x: Tensor) -> Tensor:
+    made = x * 2
+    torch.ops.leadout_tests.relu_(made)
+    return made + 1
+
+
+def yes_and_no(x: Tensor) -> Tensor:
+    made = x * 2
+    made.lt_(0.5)
+    return made * 3
+
+
+def a_power(x: Tensor) -> Tensor:
+    made = x * 2
+    made.pow_(2)
+    return made * 3
+
+
+def in_whole_numbers(x: Tensor) -> Tensor:
+    made = (x * 9).to(torch.int64)
+    made += 1
+    return made * made
+
+
+def in_what_it_gives_out(x: Tensor) -> Tensor:
+    made = x * 2
+    made.add_(1)
+    return made.detach_()
+
+
+def other_shapes(x: Tensor) -> Tensor:
+    apart = x.unsqueeze(1).expand(x.shape[0], 2, 4)
+    return apart.flatten(1).view_as(apart).reshape_as(apart).flatten(-2) + x.T[0, 0].expand_as(x[:, :1])
+
+
+def in_parts(x: Tensor) -> Tensor:
+    return torch.cat([part + i for i, part in enumerate((*x.chunk(1, -1), *x.chunk(9, -1), *x.chunk(3, 1)))], -1)
+
+
 def in_a_view(x: Tensor) -> Tensor:
     made = x * 2
     made[0].add_(1)
@@ -92,6 +190,13 @@ ONCE = {
     "it writes in what is its own": in_its_own,
     "it writes in one of several": in_the_chosen,
     "it writes in what was copied": behind_a_copy,
+    "it writes in whole numbers": in_whole_numbers,
+    "it writes in what it gives out": in_what_it_gives_out,
+    "a name for what is given out": lambda x: (x + 1).to(torch.float32),
+    "squares and extremes": lambda x: torch.square(x) + torch.min(x, x * 2) - torch.max(x, -x),
+    "as large as another": lambda x: torch.broadcast_to(x[:1], x.shape) + x[:1].expand_as(x),
+    "other shapes": other_shapes,
+    "parts": in_parts,
     "a product and another shape": lambda x: nn.functional.linear(x, torch.ones(2, 4)).reshape(-1),
 }
 TWICE = {
@@ -99,7 +204,17 @@ TWICE = {
     "it writes in a view": in_a_view,
     "it writes what is wider": of_what_is_wider,
     "it writes in its input": in_its_input,
-    "operators made of others": lambda x: x.flatten(0) + 1,
+    "it writes in what was given on": in_what_was_given_on,
+    "it writes twice in what has a view": twice_in_what_has_a_view,
+    "it computes into what has a view": elsewhere_and_in_what_has_a_view,
+    "it writes in what looks like its own": in_what_looks_like_its_own,
+    "it writes in several": in_several,
+    "it writes a range": in_a_range,
+    "it writes in what is another's by now": in_another_s_place,
+    "it writes by another's operator": by_another_s_operator,
+    "it writes yes and no as numbers": yes_and_no,
+    "it writes a power": a_power,
+    "operators made of others": lambda x: x.movedim(0, 1) + 1,
     "a branch": by_branch,
 }
 
@@ -116,6 +231,8 @@ def test_what_stays_computes_the_same_and_writes_nowhere(run: Callable[[Tensor],
     given = x.clone()
     torch.testing.assert_close(traced.module()(x), run(x.clone()), rtol=0, atol=0)
     assert torch.equal(x, given)
+    named = [spec.arg.name for spec in traced.graph_signature.output_specs]
+    assert [n.name for n in traced.graph.output_node().args[0]] == named
     assert not any(tracing._writes(n.target) for n in traced.graph.nodes if isinstance(n.target, tracing.OpOverload))
 
 
@@ -125,6 +242,35 @@ def test_what_does_not_stay_computes_the_same_still(run: Callable[[Tensor], Tens
     assert not tracing._settled(traced.graph_module, {})
     x = torch.rand(5, 4) - 0.2
     torch.testing.assert_close(traced.module()(x.clone()), run(x.clone()), rtol=0, atol=0)
+    again = traced.run_decompositions()
+    torch.testing.assert_close(again.module()(x.clone()), run(x.clone()), rtol=0, atol=0)
+
+
+def test_onnx_parts_a_tensor_as_torch_does() -> None:
+    """Its own Split takes as many parts as it is told to give, where torch gives no empty ones."""
+    with tracing.traced_once():
+        made = torch.onnx.export(Program(in_parts), (torch.rand(3, 4),), dynamo=True, opset_version=24, verbose=False)
+    assert made is not None
+    x = torch.rand(3, 4)
+    session = onnxruntime.InferenceSession(made.model_proto.SerializeToString())
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert np.array_equal(found, in_parts(x).numpy())
+
+
+def test_other_threads_trace_as_they_did_and_errors_leave_nothing() -> None:
+    whole, product = ExportedProgram.run_decompositions, program(lambda x: nn.functional.linear(x, torch.ones(2, 4)))
+
+    def as_well() -> bool:
+        with tracing.traced_once():
+            return product.run_decompositions({}) is product
+
+    with ThreadPoolExecutor(2) as elsewhere, pytest.raises(ZeroDivisionError), tracing.traced_once():
+        assert product.run_decompositions({}) is product
+        assert elsewhere.submit(product.run_decompositions, {}).result() is not product
+        waits = elsewhere.submit(as_well)
+        raise ZeroDivisionError
+    assert waits.result()
+    assert ExportedProgram.run_decompositions is whole
 
 
 def test_what_onnx_has_no_form_for_is_taken_apart() -> None:

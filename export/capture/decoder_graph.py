@@ -249,7 +249,7 @@ def capture(
     standins = Standins()
     try:
         swapped = _swapped(model, step, reader)
-        with torch.no_grad(), swapped, recurring(model, step.memory), standins.in_place(model), traced_once(), _quiet():
+        with traced_once(), torch.no_grad(), swapped, recurring(model, step.memory), standins.in_place(model), _quiet():
             program = torch.onnx.export(
                 DecoderGraph(model, step, reader).eval(),
                 (),
