@@ -23,7 +23,6 @@ from .drafters.base import Draft, Drafter
 from .drafters.choice import drafter_for
 from .drafters.confidence import Watch
 from .drafters.tree_drafter import TreeDrafter
-from .ending import Ending
 from .grammars import Grammars
 from .prefill import prefill
 from .rules import trees, verify
@@ -32,6 +31,7 @@ from .sequence import FinishReason, Row, StopMatcher
 from .settings import MODEL_DRAFTS, DraftAhead, Rule, Settings
 from .stats import Stats, Stopwatch
 from .steps import Stepper
+from .turns import Turns
 from .vocabulary import VocabularyMap
 
 
@@ -98,8 +98,8 @@ class Decoder:
         self._plain = True  # nobody drafts in this decode
         self._once = 0.0  # seconds of the target's last step that later ones of its shape do not take
         self._epoch = 0
-        self.ending = Ending()
-        self.ending.follow(self)
+        self.turns = Turns()
+        self.turns.follow(self)
 
     def decode(
         self,
@@ -138,8 +138,8 @@ class Decoder:
 
     @property
     def turn(self) -> RLock:
-        """Whose round it is, of the threads that share this. See ``Ending.turn``."""
-        return self.ending.turn
+        """Whose round it is, of the threads that share this. See ``Turns.turn``."""
+        return self.turns.turn
 
     def forget(self) -> None:
         """Drop what is remembered of earlier requests: by free drafters their texts, successors and counts, by the
@@ -157,22 +157,22 @@ class Decoder:
     def _run(self, admitted: Callable[[], list[Row]]) -> Iterator[Event]:
         """``admitted`` makes the rows, not before the first event is asked for: they use what all earlier rows
         showed."""
-        with self.turn, self.ending.round:
-            if self.ending.over:
-                self.ending.leave()
+        with self.turn, self.turns.round:
+            if self.turns.over:
+                self.turns.leave()
             rows = admitted()
             clock = self._start(rows)
         while rows:
-            with self.turn, self.ending.round:
-                if self.ending.over:
-                    self.ending.leave()
+            with self.turn, self.turns.round:
+                if self.turns.over:
+                    self.turns.leave()
                 this = self._begin(rows, clock)
                 drafts = self._propose(this, rows, clock)
                 logits = self._forward(rows, drafts, clock)
                 verdicts = self._verify(this, rows, drafts, logits, clock)
                 events = self._commit(this, rows, drafts, verdicts)
                 rows = self._retire(rows, drafts, clock)
-            self.ending.catch_up()
+            self.turns.catch_up()
             yield from events
 
     def _start(self, rows: list[Row]) -> Stopwatch:

@@ -133,7 +133,7 @@ class Pair:
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked; a grammar is compiled."""
-        self.decoder.ending.require_own()  # a thread that only its parent has may hold the grammars
+        self.decoder.turns.require_own()  # a thread that only its parent has may hold the grammars
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
@@ -234,8 +234,8 @@ class Pair:
     def close(self) -> None:
         """Release both models, and what is remembered; where a signal handler asks in the middle of a round, behind it.
         Calling it twice is fine. In a process that was forked since nothing happens: all is its parent's."""
-        if not self.decoder.ending.forked:
-            self.decoder.ending.between(self._close)
+        if not self.decoder.turns.forked:
+            self.decoder.turns.between(self._close)
 
     def _close(self) -> None:
         with self.turn:

@@ -232,9 +232,10 @@ def tune(
     plain: Engine | None = None,
     longest_context: int = 1024,
     progress: Callable[[str], None] = lambda line: None,
-    own: str = "the bundle's own",
+    draft_of: str | None = None,
 ) -> tuple[dict[str, Any], list[Cost]]:
-    """The report that `leadout tune --json` prints, where the pair's draft is called ``own``, and the costs to keep."""
+    """The report that `leadout tune --json` prints, and the costs to keep. ``draft_of``: the bundle that
+    the pair's draft is from, if not its own."""
     tuner = Tuner(pair, settings, longest_context, plain)
     report: dict[str, Any] = {"batch_sizes": {}, "drafts": {}, "prompts": len(prompts)}
     for rows in batch_sizes:
@@ -244,7 +245,7 @@ def tune(
         tuner.measure_contexts(prompts, rows)
         progress(f"{rows} at once: drafts of {found.best}, observed")
         report["batch_sizes"][rows] = _as_report(found) | held(found, tuner, prompts)
-        drafts = {own: found}
+        drafts = {draft_of or "the bundle's own": found}
         for name, engine in candidates.items():
             progress(f"{rows} at once: the draft of {name}")
             drafts[name] = tuner.measure(prompts, rows, engine)

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from ..runtime.text import Codec
 
 
-OWN = "the bundle's own"
-
-
 def sizes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     """``1,4,16``: each from 1 to as many as the file of costs takes."""
     from ..engines.base import MOST_ROWS
@@ -97,16 +94,17 @@ def command(
     device = this_device(**where)
     with load(bundle, **where, draft_ahead=False) as pair, contextlib.ExitStack() as opened:
         candidates = {name: opened.enter_context(candidate(name, pair, device)) for name in drafts}
-        pair, own = drafting(pair, candidates)
+        pair, draft_of = drafting(pair, candidates)
         ids = prompt_ids(pair, lines[:limit])
         settings = {"temperature": temperature, "max_new_tokens": max_new_tokens}
         plain = opened.enter_context(bare_target(pair, device.provider, device.threads, device.variant))
-        options: dict[str, Any] = {"plain": plain, "longest_context": context, "progress": progress, "own": own}
+        options: dict[str, Any] = {"plain": plain, "longest_context": context, "progress": progress}
+        options["draft_of"] = draft_of
         report, costs = tune(pair, ids, settings, batch_sizes, candidates, **options)
         report["source"], failed = source, None
         if reason := doubt(report):
             report["note"] = f"{reason}: other work ran here, or too few tokens; measure again"
-        elif own != OWN:
+        elif draft_of is not None:
             report["note"] = "the costs are those of another bundle's draft; this one has none"
         elif save and {device.provider, device.draft_provider} == {"cpu"}:
             try:
@@ -118,13 +116,12 @@ def command(
         raise failed
 
 
-def drafting(pair: Pair, candidates: dict[str, Engine]) -> tuple[Pair, str]:
-    """``pair`` and what its draft is called; where it has none, with the first of the ``candidates``, which it takes
-    from there."""
+def drafting(pair: Pair, candidates: dict[str, Engine]) -> tuple[Pair, str | None]:
+    """``pair``; where it has no draft, with the first of the ``candidates``, taken from there, and that one's name."""
     from ..runtime.pair import Pair
 
     if pair.draft is not None or not candidates:
-        return pair, OWN
+        return pair, None
     name = next(iter(candidates))
     made = Pair(
         pair.bundle, pair.codec, pair.target, candidates.pop(name), exact=pair.exact, batch_size=pair.batch_size

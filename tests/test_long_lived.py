@@ -58,7 +58,7 @@ def test_once_the_interpreter_ends_a_daemon_thread_begins_no_round() -> None:
         with contextlib.suppress(SystemExit):  # threading passes over it, pytest does not
             for _ in decoder.decode([([1, 2], Settings(max_new_tokens=9, ignore_eos=True))]):
                 steps.append(threading.current_thread().daemon)
-                decoder.ending._end()
+                decoder.turns._end()
 
     for daemon in (True, False):
         thread = threading.Thread(target=take, daemon=daemon)

@@ -14,8 +14,8 @@ from ..errors import EngineError, UsageError
 _LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
 
 
-class Ending:
-    """``over`` is set when the interpreter ends, or its owner is gone.
+class Turns:
+    """The turn and the round of one decoder; ``over`` is set when the interpreter ends, or its owner is gone.
 
     A daemon thread that returns from C++ to an interpreter which has ended is unwound through C++ code that cannot take
     it, and the whole process aborts. (Python waits for other threads before it ends.)
