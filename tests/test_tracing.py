@@ -173,6 +173,83 @@ def in_a_view(x: Tensor) -> Tensor:
     return made
 
 
+def in_a_slice(x: Tensor) -> Tensor:
+    made = x * 2
+    made[:, 1:3] = x[:, :2]
+    return made + 1
+
+
+def in_every_other_of_a_row(x: Tensor) -> Tensor:
+    """As Qwen 3.5 mixes its angles: of a product that is turned, and read elsewhere."""
+    turned = torch.stack((x.T, x.T * 3, x.T * 5)).transpose(1, 2)
+    row = turned[0]
+    row[:, 1:3:2] = turned[1, :, 1:3:2]
+    row[:, 2:] = turned[2, :, 2:]
+    return torch.cat((row, row * 2, turned[0], turned[1]), -1)
+
+
+def in_both_its_halves(x: Tensor) -> Tensor:
+    """As DeepSeek joins what its keys share and what they do not."""
+    made = x.new_empty((x.shape[0], 2, 4))
+    made[..., :2] = x[:, None, 2:] * 2
+    made[..., 2:] = x[:, :1, None] * 3
+    made *= 2
+    return made
+
+
+def in_what_is_read_before(x: Tensor) -> Tensor:
+    made = x * 2
+    row = made[0]
+    before = row * 1
+    made[:1, 1:3] = x[1:2, :2]
+    return torch.cat((before, row, made[0], row[1:2]))
+
+
+def in_a_part_of_which_another_is_written(x: Tensor) -> Tensor:
+    made = x * 2
+    row, column = made[0], made[:, 1]
+    row[:2] = x[1, :2]
+    column[:1] = row[3:]
+    return torch.cat((row, made[:, 1], column))
+
+
+def in_a_slice_of_what_is_turned_elsewhere(x: Tensor) -> Tensor:
+    made = x * 2
+    turned = made.transpose(0, 1)
+    made[:, 1:3] = x[:, :2]
+    return turned * 1
+
+
+def in_a_slice_of_what_it_was_turned_from(x: Tensor) -> Tensor:
+    made = x * 2
+    turned = made.transpose(0, 1)
+    turned[1:3] = x.T[:2]
+    return made * 1
+
+
+def in_a_slice_of_what_was_split(x: Tensor) -> Tensor:
+    left, right = (x * 2).split(2, -1)
+    left[:, :1] = right[:, 1:]
+    return torch.cat((left, right), -1)
+
+
+def in_a_slice_of_its_input(x: Tensor) -> Tensor:
+    x[:, :2] = x[:, 2:]
+    return x * 2
+
+
+def in_a_slice_what_is_wider(x: Tensor) -> Tensor:
+    made = x * 2
+    made[:, :2] = x[:, 2:].to(torch.float64)
+    return made + 1
+
+
+def in_a_slice_that_is_given_out(x: Tensor) -> Tensor:
+    made = x * 2
+    made[:, :2] = x[:, 2:]
+    return made[:, :3]
+
+
 def in_its_input(x: Tensor) -> Tensor:
     return x.add_(1) * 2
 
@@ -197,6 +274,12 @@ ONCE = {
     "as large as another": lambda x: torch.broadcast_to(x[:1], x.shape) + x[:1].expand_as(x),
     "other shapes": other_shapes,
     "parts": in_parts,
+    "it writes in a slice": in_a_slice,
+    "it writes in every other of a row": in_every_other_of_a_row,
+    "it writes in both its halves": in_both_its_halves,
+    "it writes in what is read before": in_what_is_read_before,
+    "it writes in two parts that cross": in_a_part_of_which_another_is_written,
+    "it writes in a slice of what is given out": in_a_slice_that_is_given_out,
     "a product and another shape": lambda x: nn.functional.linear(x, torch.ones(2, 4)).reshape(-1),
 }
 TWICE = {
@@ -208,6 +291,11 @@ TWICE = {
     "it writes twice in what has a view": twice_in_what_has_a_view,
     "it computes into what has a view": elsewhere_and_in_what_has_a_view,
     "it writes in what looks like its own": in_what_looks_like_its_own,
+    "it writes in a slice of what is turned elsewhere": in_a_slice_of_what_is_turned_elsewhere,
+    "it writes in a slice of what it was turned from": in_a_slice_of_what_it_was_turned_from,
+    "it writes in a slice of what was split": in_a_slice_of_what_was_split,
+    "it writes in a slice of its input": in_a_slice_of_its_input,
+    "it writes in a slice what is wider": in_a_slice_what_is_wider,
     "it writes in several": in_several,
     "it writes a range": in_a_range,
     "it writes in what is another's by now": in_another_s_place,

@@ -264,6 +264,8 @@ def capture(
     except Exception as error:
         raise ExportError(f"{type(model).__name__} cannot be captured: {_root_cause(error)}") from error
     assert program is not None
+    for value, name in zip(program.model.graph.inputs, given, strict=True):
+        value.name = name  # torch 2.9 renames one that is given out as it came
     standins.fill(program.model.graph)
     tidy(program.model)
     arrange(program.model)

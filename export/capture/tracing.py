@@ -5,6 +5,7 @@ them write into its inputs. The second time, half of what a capture takes, is le
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,8 @@ from torch import SymInt, Tag, fx, ops
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+
+from .slices import PARTS, made_anew
 
 ATEN = ops.aten
 COMPOSED = DispatchKey.CompositeImplicitAutograd
@@ -81,8 +84,7 @@ def _rewrite(node: fx.Node, sizes: dict[Any, fx.Node]) -> None:
     elif packet is ATEN.sym_size and isinstance(size := node.meta["val"], SymInt):
         sizes.setdefault(size.node.expr, node)
     elif packet in SHAPED:
-        shape = [size if isinstance(size, int) else sizes.get(size.node.expr) for size in node.meta["val"].shape]
-        if None not in shape:
+        if None not in (shape := _shape(node, sizes)):
             node.target, node.args, node.kwargs = SHAPED[packet].default, (node.args[0], shape), {}
     elif packet is ATEN.chunk:
         dim = (*node.args, 0)[2]
@@ -96,9 +98,30 @@ def _rewrite(node: fx.Node, sizes: dict[Any, fx.Node]) -> None:
     elif node.target in SAME:
         node.target, more = SAME[node.target]
         node.args = (*node.args, *more)
+    elif node.target is ATEN.copy_.default and node.args[0].target in PARTS:
+        made_anew(node, _views, functools.partial(_fitted, sizes))
     elif _writes(node.target) and _alone(node) and (pure := _pure(node)) is not None:
         written, node.target = node.args[0], pure
         written.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
+
+
+def _shape(node: fx.Node, sizes: dict[Any, fx.Node]) -> list[Any]:
+    """Of what it gives: numbers, and nodes that give one; None where no node does."""
+    return [size if isinstance(size, int) else sizes.get(size.node.expr) for size in node.meta["val"].shape]
+
+
+def _fitted(sizes: dict[Any, fx.Node], part: fx.Node, value: fx.Node) -> fx.Node | None:
+    """``value`` in the shape of ``part``; None where that, or its dtype, is another that cannot be said."""
+    ours, theirs = part.meta["val"], value.meta["val"]
+    if ours.dtype != theirs.dtype:
+        return None
+    if list(map(str, ours.shape)) == list(map(str, theirs.shape)):
+        return value
+    if None in (shape := _shape(part, sizes)):
+        return None
+    wide = part.graph.call_function(ATEN.expand.default, (value, shape))
+    wide.meta = dict(part.meta)
+    return wide
 
 
 def _hand_on(node: fx.Node) -> None:
