@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _KEPT = 32  # compiled grammars
 _STAND_IN = "<|leadout: no end|>"
 _UNSPELLED = "\U0010ffff"  # no character, and so in no text
+_LITERAL = re.compile(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/|//.*')  # or a comment, of a grammar in Lark
 _TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
 
 
@@ -68,7 +69,7 @@ class Grammars:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        tokenizer, stand_in = self._read(name, ends)
+        tokenizer, stand_in = self._read(name, text, ends)
         try:
             matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
         except ValueError as error:
@@ -79,10 +80,10 @@ class Grammars:
         Grammar(compiled).check()
         return compiled
 
-    def _read(self, name: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
+    def _read(self, name: str, asked: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
         """The tokenizer as llguidance has it, for texts with these ends, and the id that stands for one if there is
         none."""
-        by_name = name == "grammar"  # a grammar in Lark may ask for a special token by its name
+        by_name = name == "grammar" and "<" in _LITERAL.sub("", asked)  # Lark may ask for a special token by its name
         if (kept := self._tokenizers.get((by_name, ends))) is None:
             kept = self._tokenizers[by_name, ends] = self._made(name, ends, by_name=by_name)
         return kept

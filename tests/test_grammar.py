@@ -62,6 +62,7 @@ VOCAB, LAST = len(WIDE.tokens), len(WIDE.tokens) - 1
         ({"regex": "<think>[b]</think>"}, "<think>b</think>"),
         ({"regex": r"b\[\]"}, "b[]"),
         ({"grammar": 'start: "b" <turn> "c"'}, "b<turn>c"),
+        ({"grammar": 'start: "<end>" /\\/<turn>/ "\\"<think>" // <turn>'}, '<end>/<turn>"<think>'),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
@@ -77,7 +78,7 @@ def test_only_a_name_stands_for_a_special_token_and_a_text_that_spells_one_is_te
         text.append(token)
         assert len(text) < 40
     assert tokenizer.decode(text, skip_special_tokens=False) == said
-    assert (turn in text) == ("grammar" in asked)
+    assert (turn in text) == (" <turn> " in asked.get("grammar", ""))
 
 
 def bound_law(options, monkeypatch, words=WORDS, count=4, ends=(3,), mask_token=None):
