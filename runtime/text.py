@@ -57,6 +57,11 @@ class Codec:
         """Whether ``decode`` leaves ``token_id`` out, wherever it stands: a special token, or an id of no token."""
         return self._speller.id_to_token(token_id) in self._left_out
 
+    def special_ids(self, names: Sequence[str]) -> list[int]:
+        """The ids of those of ``names`` that are special tokens, which no text of an answer holds."""
+        found = (self.tokenizer.token_to_id(name) for name in names if name in self._left_out)
+        return [token_id for token_id in found if token_id is not None]
+
     @functools.cached_property
     def _left_out(self) -> set[str | None]:
         added = self.tokenizer.get_added_tokens_decoder().values()
