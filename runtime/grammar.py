@@ -25,7 +25,7 @@ Cap = NDArray[np.float32]
 
 _WORD = 32  # tokens in a word of llguidance's masks
 _MOST = 300  # characters of what it says
-_SHOWN = re.compile(r"\s*(\d+ \||<state>)")  # the line from which on it shows the grammar, or its own state
+_SHOWN = re.compile(r"\s*(\d+ \||<state>|<backtrace>)")  # the line from which on it shows the grammar, or itself
 # What each byte of a mask allows, lowest bit first: a row is copied for each byte.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _CAPS: Cap = np.where(_BITS, np.inf, -np.inf).astype(np.float32)
@@ -91,8 +91,12 @@ class Grammar:
         return self._compiled.ends
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` to the text."""
+        """Append ``tokens`` to the text. Raises UsageError for one that was allowed and is not taken: llguidance may
+        cut a text in another way than it reads it."""
         if self._place(tokens) is None:
+            if not self._lost and tokens[len(self._ahead)] not in self.ends:
+                name = self._compiled.name
+                raise UsageError(f"{name}: llguidance allows a token of this tokenizer here that it does not take")
             self._lost = True
             return
         count = len(tokens)

@@ -3,11 +3,12 @@ grammar, as llguidance reads them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _KEPT = 32  # compiled grammars
 _STAND_IN = "<|leadout: no end|>"
+_UNSPELLED = "\U0010ffff"  # no character, and so in no text
+_LITERAL = re.compile(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/|//.*')  # or a comment, of a grammar in Lark
 _TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
 
 
@@ -32,7 +35,7 @@ class Grammars:
         """``size``: the length of the target's rows of logits; logits that belong to no token are forbidden."""
         self._codec, self._size = codec, size
         self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
-        self._tokenizer: tuple[frozenset[int], LLTokenizer, int | None] | None = None
+        self._tokenizers: dict[tuple[bool, frozenset[int]], tuple[LLTokenizer, int | None]] = {}
         self._lock = RLock()  # a signal handler may ask, too, or make all be forgotten
 
     def of(self, settings: Settings, ends: Collection[int]) -> Grammar | None:
@@ -66,7 +69,7 @@ class Grammars:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        tokenizer, stand_in = self._read(name, ends)
+        tokenizer, stand_in = self._read(name, text, ends)
         try:
             matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
         except ValueError as error:
@@ -77,22 +80,58 @@ class Grammars:
         Grammar(compiled).check()
         return compiled
 
-    def _read(self, name: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
-        """The tokenizer as llguidance has it, for texts with these ends."""
+    def _read(self, name: str, asked: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
+        """The tokenizer as llguidance has it, for texts with these ends, and the id that stands for one if there is
+        none."""
+        by_name = name == "grammar" and "<" in _LITERAL.sub("", asked)  # Lark may ask for a special token by its name
+        if (kept := self._tokenizers.get((by_name, ends))) is None:
+            kept = self._tokenizers[by_name, ends] = self._made(name, ends, by_name=by_name)
+        return kept
+
+    def _made(self, name: str, ends: frozenset[int], *, by_name: bool) -> tuple[LLTokenizer, int | None]:
         from llguidance import LLTokenizer
 
-        if self._tokenizer is None or self._tokenizer[0] != ends:
-            text, stand_in, size = self._codec.tokenizer.to_str(), None, self._size
-            if (ids := self._codec.vocab_size()) > size:
-                raise UsageError(f"{name}: the tokenizer has {ids} ids, the target only {size}")
-            if not ends:
-                other = Tokenizer.from_str(text)
-                other.add_special_tokens([_STAND_IN])
-                text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
-                size = max(size, stand_in + 1)
-            try:
-                made = LLTokenizer(text, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in)
-            except ValueError as error:
-                raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(str(error))}") from None
-            self._tokenizer = ends, made, stand_in
-        return self._tokenizer[1], self._tokenizer[2]
+        text, stand_in, size = self._codec.tokenizer.to_str(), None, self._size
+        if (ids := self._codec.vocab_size()) > size:
+            raise UsageError(f"{name}: the tokenizer has {ids} ids, the target only {size}")
+        if not ends:
+            other = Tokenizer.from_str(text)
+            other.add_special_tokens([_STAND_IN])
+            text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
+            size = max(size, stand_in + 1)
+        try:
+            read = text if by_name else unspelled(text)
+            return LLTokenizer(read, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in), stand_in
+        except ValueError as error:
+            why = str(error)
+        except BaseException as error:  # a panic of its own is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            why = f"panic: {error}"
+        raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(why)}")
+
+
+def unspelled(text: str) -> str:
+    """A ``tokenizer.json`` with names for its special tokens that no text spells.
+
+    Where a form leaves one text alone to go on with, llguidance cuts it by this, and would take "</s>" in it for the
+    token, which ends the answer or is no text. For special it takes all added tokens in angle brackets.
+    """
+    settings = json.loads(text)
+    names = {name: f"{name[:-1]}{_UNSPELLED}{name[-1:]}" for name in map(_special, settings["added_tokens"]) if name}
+    for token in settings["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = settings["model"]
+    if isinstance(vocab := model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): i for token, i in vocab.items()}
+    else:  # Unigram's: tokens with their scores
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(settings)
+
+
+def _special(token: Mapping[str, Any]) -> str:
+    """The name of an added token that llguidance takes for special, else nothing."""
+    name = str(token["content"])
+    return name if token["special"] or (name.startswith("<") and name.endswith(">")) else ""

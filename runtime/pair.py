@@ -132,12 +132,16 @@ class Pair:
         return self.decoder.turn
 
     def settings(self, given: Mapping[str, Any]) -> Settings:
-        """The bundle's defaults with ``given`` on top, checked; a grammar is compiled."""
+        """The bundle's defaults with ``given`` on top, checked; a grammar is compiled. Where a stop string is the name
+        of a special token, which is no text, that token is a stop token."""
         self.decoder.turns.require_own()  # a thread that only its parent has may hold the grammars
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
         settings = Settings(**given)
+        if named := self.codec.special_ids(settings.stop):
+            ends = dict.fromkeys((*settings.stop_token_ids, *named))
+            settings = dataclasses.replace(settings, stop_token_ids=tuple(ends))
         if settings.draft == "model" and self.draft is None:
             possible = ", ".join(draft for draft in DRAFTS if draft != "model")
             raise UsageError(f"draft 'model': this bundle has no draft model (possible: {possible})")

@@ -6,6 +6,8 @@ Torch-free: the ``tokenizers`` library alone. Special tokens are read in a promp
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,16 +51,35 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; an incomplete character at the end becomes U+FFFD."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._speller.decode(list(token_ids), skip_special_tokens=True))
 
     def is_silent(self, token_id: int) -> bool:
         """Whether ``decode`` leaves ``token_id`` out, wherever it stands: a special token, or an id of no token."""
-        return self.tokenizer.id_to_token(token_id) in self._left_out
+        return self._speller.id_to_token(token_id) in self._left_out
+
+    def special_ids(self, names: Sequence[str]) -> list[int]:
+        """The ids of those of ``names`` that are special tokens, which no text of an answer holds."""
+        found = (self.tokenizer.token_to_id(name) for name in names if name in self._left_out)
+        return [token_id for token_id in found if token_id is not None]
 
     @functools.cached_property
     def _left_out(self) -> set[str | None]:
         added = self.tokenizer.get_added_tokens_decoder().values()
         return {None, *(token.content for token in added if token.special)}
+
+    @functools.cached_property
+    def _speller(self) -> Tokenizer:
+        """What ids are read back with: the tokenizer, or one whose added tokens are spelled as they stand.
+
+        tokenizers 0.23 spells those with ``normalized`` as the normalizer does ("\u2581</s>" in Llama 2's first files),
+        and does not see then that they are special.
+        """
+        added = self.tokenizer.get_added_tokens_decoder()
+        if all(self.tokenizer.id_to_token(i) == token.content for i, token in added.items()):
+            return self.tokenizer
+        settings = json.loads(self.tokenizer.to_str())
+        settings["added_tokens"] = [{**token, "normalized": False} for token in settings["added_tokens"]]
+        return Tokenizer.from_str(json.dumps(settings))
 
     def vocab_size(self) -> int:
         """One more than the largest id this tokenizer can give."""
@@ -145,13 +166,15 @@ class Spelling:
 
 
 def context_of(codec: Codec, prompt: Sequence[int]) -> list[int]:
-    """The end of a prompt: enough of it to read on. (A run of bytes is broken as a whole where it ends within a
-    character, too.)"""
-    ends = range(len(prompt), len(prompt) - _LONGEST_CHARACTER, -1)
+    """The end of a prompt, without ids that say nothing: enough of it to read on. (A run of bytes is broken as a whole
+    where it ends within a character, too.)"""
+    spoken = (token_id for token_id in reversed(prompt) if not codec.is_silent(token_id))
+    last = [*itertools.islice(spoken, CONTEXT_IDS + _LONGEST_CHARACTER - 1)][::-1]
+    ends = range(len(last), len(last) - _LONGEST_CHARACTER, -1)
     for count in range(CONTEXT_IDS, CONTEXT_IDS + _LONGEST_CHARACTER):
-        if any(not codec.decode(prompt[-count:end]).startswith(_UNFINISHED) for end in ends):
+        if any(not codec.decode(last[-count:end]).startswith(_UNFINISHED) for end in ends):
             break
-    return list(prompt[-count:])
+    return last[-count:]
 
 
 def behind_text(codec: Codec, prompt: Sequence[int]) -> Sequence[int]:

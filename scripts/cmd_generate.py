@@ -50,6 +50,7 @@ STATS = (
 
 # A model may write escape sequences; a terminal must not obey them.
 HARMLESS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+HARMLESS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)  # some obey these, too, and no characters depict them
 
 
 @click.command("generate")
@@ -172,7 +173,9 @@ def write_batch(
     each = 1 if n is None else check_n(n)
     check_lines(pair, lines, settings, each)
     for result in in_order(pair.answers([Request(line.prompt, **line.settings) for line in lines], n=each, **settings)):
-        click.echo(json.dumps(to_json(result)) if as_json else result.text)
+        text = result.text.translate(HARMLESS) if sys.stdout.isatty() else result.text
+        sys.stdout.write((json.dumps(to_json(result)) if as_json else text) + "\n")  # click.echo leaves escapes out
+        sys.stdout.flush()
         if not as_json:
             summarise(result)
 

@@ -227,6 +227,23 @@ def test_a_stop_token_ends_the_answer_and_is_kept(pair: Pair) -> None:
     assert result.finish_reason == "stop" and result.token_ids == free.token_ids[:cut]
 
 
+@pytest.mark.parametrize("draft", ["model", "ngram", "none"])
+def test_the_name_of_a_special_token_stops_at_the_token(pair: Pair, draft: str) -> None:
+    """It is never in a text, so nothing would stop at <|im_end|> where a model says it and does not end with it."""
+    ids = pair.token_ids(PROMPT)
+    free = pair.generate(ids, max_new_tokens=30)
+    name = pair.codec.tokenizer.id_to_token(free.token_ids[9])
+    pair.codec.tokenizer.add_special_tokens([name])
+    pair.codec = Codec.of(pair.codec.tokenizer)
+    for settings in ({"stop": name}, {"stop": ["zzzz", name], "stop_token_ids": [free.token_ids[9]]}):
+        result = pair.generate(ids, max_new_tokens=30, draft=draft, **settings)
+        cut = free.token_ids.index(free.token_ids[9]) + 1
+        assert result.finish_reason == "stop" and result.token_ids == free.token_ids[:cut]
+        assert result.text == pair.codec.decode(free.token_ids[: cut - 1])
+    assert pair.settings({"stop": [name, name + "z", "zzzz"]}).stop_token_ids == (free.token_ids[9],)
+    assert pair.settings({"stop": ["zzzz"]}).stop_token_ids == ()
+
+
 def test_the_context_ends_an_answer(pair: Pair) -> None:
     ids = pair.codec.encode(PROMPT)
     result = pair.generate(ids, max_new_tokens=1000)

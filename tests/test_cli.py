@@ -24,8 +24,8 @@ from leadout.runtime.pair import Piece
 from leadout.runtime.settings import Settings
 from leadout.runtime.stats import Stats
 from leadout.scripts.cli import COMMANDS, Stopped, main, stopped_by_signals
-from leadout.scripts.cmd_generate import summarise, write_stream
-from leadout.scripts.options import given
+from leadout.scripts.cmd_generate import summarise, write_batch, write_stream
+from leadout.scripts.options import Line, given
 
 KEYS = {"text", "token_ids", "finish_reason", "lossless", "distance", "rule", "seed", "draft", "stats", "sample"}
 STATS = {
@@ -194,14 +194,14 @@ def test_the_summary_of_auto_says_whose_tokens_were_accepted(capsys: pytest.Capt
 def test_a_terminal_gets_tints_but_no_control_characters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pieces = [Piece("a\x1b[2J\tb\n", (1,), True), Piece("", (3,), True), Piece("\tc\x7f", (2,), False)]
+    pieces = [Piece("a\x1b[2J\tb\n", (1,), True), Piece("", (3,), True), Piece("\tc\x7f\x9b", (2,), False)]
     stats = Stats()
     result = SimpleNamespace(stats=stats, draft="model", rule="greedy", seed=None, finish_reason="length")
     for variables, expected in (
-        ({"FORCE_COLOR": "1"}, "\x1b[36ma\u241b[2J\tb\x1b[0m\n\tc\u2421\n"),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "a\u241b[2J\tb\n\tc\u2421\n"),
-        ({"FORCE_COLOR": "1", "TERM": "dumb"}, "a\u241b[2J\tb\n\tc\u2421\n"),
-        ({}, "a\x1b[2J\tb\n\tc\x7f\n"),
+        ({"FORCE_COLOR": "1"}, "\x1b[36ma\u241b[2J\tb\x1b[0m\n\tc\u2421\ufffd\n"),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "a\u241b[2J\tb\n\tc\u2421\ufffd\n"),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, "a\u241b[2J\tb\n\tc\u2421\ufffd\n"),
+        ({}, "a\x1b[2J\tb\n\tc\x7f\x9b\n"),
     ):
         for name in ("FORCE_COLOR", "NO_COLOR", "TERM"):
             monkeypatch.delenv(name, raising=False)
@@ -210,6 +210,23 @@ def test_a_terminal_gets_tints_but_no_control_characters(
         stream = Listed(pieces)
         stream.result = result
         write_stream(stream)  # type: ignore[arg-type]
+        assert capsys.readouterr().out == expected
+
+
+def test_a_terminal_gets_no_control_characters_of_several_answers_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = Stats()
+    result = SimpleNamespace(
+        text="a\x1b[2J\tb\n", stats=stats, draft="model", rule="greedy", seed=None, finish_reason="length"
+    )
+    pair = SimpleNamespace(
+        settings=lambda given: given, token_ids=lambda prompt: [1], answers=lambda *_, **__: [(0, result)]
+    )
+    for terminal, expected in ((True, "a\u241b[2J\tb\n\n"), (False, "a\x1b[2J\tb\n\n")):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
+            write_batch(pair, [Line("x", {}, "")], {}, False, 1)  # type: ignore[arg-type]
         assert capsys.readouterr().out == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import re
@@ -28,6 +29,8 @@ from support_runtime import (
     toy_pair,
 )
 from test_block_drafter import BlockLaws
+from test_foreign_draft import byte_level, sentence_piece
+from tokenizers import Tokenizer
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
@@ -39,6 +42,7 @@ from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.samples import samples
 from leadout.runtime.settings import GRAMMARS, Settings
+from leadout.runtime.text import Codec
 from leadout.runtime.vocabulary import VocabularyMap
 
 ABC = letters(f"a b c {END}")
@@ -47,6 +51,34 @@ REGEX = "|".join(sorted(WORDS))
 PROMPT = [0, 1, 0, 1, 0]
 WIDE = letters(f"a b c d e f g h i j k ab gh cab {END}", ("a", "b"), ("g", "h"), ("c", "ab"))
 VOCAB, LAST = len(WIDE.tokens), len(WIDE.tokens) - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"regex": "<end>x"}, "<end>x"),
+        ({"regex": "<turn>"}, "<turn>"),
+        ({"json_schema": {"const": "a<turn><end>"}}, '"a<turn><end>"'),
+        ({"regex": "<think>[b]</think>"}, "<think>b</think>"),
+        ({"regex": r"b\[\]"}, "b[]"),
+        ({"grammar": 'start: "b" <turn> "c"'}, "b<turn>c"),
+        ({"grammar": 'start: "<end>" /\\/<turn>/ "\\"<think>" // <turn>'}, '<end>/<turn>"<think>'),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+@pytest.mark.parametrize("tokenizer", [byte_level(330), sentence_piece(400)], ids=["bytes", "pieces"])
+def test_only_a_name_stands_for_a_special_token_and_a_text_that_spells_one_is_text(tokenizer, asked, said):
+    tokenizer.add_special_tokens(["<turn>", "<end>"])
+    tokenizer.add_tokens(["<think>", "</think>", "[]"])
+    end, turn = map(tokenizer.token_to_id, ("<end>", "<turn>"))
+    grammar = grammars(Codec.of(tokenizer)).of(Settings(**asked), [end])
+    special = np.isin(np.arange(tokenizer.get_vocab_size()), [end, turn]).astype(np.float32)
+    text: list[int] = []
+    while (token := int(grammar.within(special, text).argmax())) != end:
+        text.append(token)
+        assert len(text) < 40
+    assert tokenizer.decode(text, skip_special_tokens=False) == said
+    assert (turn in text) == (" <turn> " in asked.get("grammar", ""))
 
 
 def bound_law(options, monkeypatch, words=WORDS, count=4, ends=(3,), mask_token=None):
@@ -343,9 +375,15 @@ def test_what_was_asked_before_changes_no_answer(parts, steps):
                 token = int(random_.choice(np.flatnonzero(mask).tolist()))
                 drafted, reach = [*drafted, token], [*reach, token]
         if kind == "f":
-            other = grammar.fork()
-            other.extend(drafted)
-            assert says(other, []) == says(fresh(bound, [*text, *drafted]), [])
+            other, longer = grammar.fork(), [*text, *drafted]
+            if mask_after(matcher, longer, VOCAB) is not None or (
+                LAST in drafted and mask_after(matcher, longer[: longer.index(LAST)], VOCAB) is not None
+            ):
+                other.extend(drafted)
+                assert says(other, []) == says(fresh(bound, longer), [])
+            else:
+                with pytest.raises(UsageError, match="does not take"):
+                    other.extend(drafted)
         elif kind == "e" and mask_after(matcher, [*text, *drafted], VOCAB) is not None and LAST not in drafted:
             grammar.extend(drafted)
             text += drafted
@@ -377,8 +415,10 @@ def test_behind_what_is_forbidden_nothing_is_said_and_nothing_raised():
     for drafted in ([5], [0, 0], [11, 2, LAST, LAST], [LAST], [0, 1, 2, LAST, 4]):
         assert grammar.within(row, drafted) is row and grammar.allows(3, drafted)
     assert says(grammar, []) == (11,)
+    with pytest.raises(UsageError, match="regex: llguidance allows a token of this tokenizer here that it does not"):
+        grammar.fork().extend([5, 5])
     lost = grammar.fork()
-    lost.extend([5, 5])
+    lost.extend([11, 2, LAST])
     lost.extend([0])
     assert says(lost, []) == says(lost, [1, 2]) == tuple(range(VOCAB)) and lost.fork().allows(3, [])
     assert says(grammar, []) == (11,)
@@ -575,8 +615,20 @@ def test_a_grammar_is_compiled_once_kept_and_forgotten(monkeypatch):
     assert len(compiled) == 42
 
 
+def test_a_tokenizer_that_llguidance_fails_over_is_refused():
+    """It has a place for each token; for one of an id beyond their number it panics, which is no Exception."""
+    settings = json.loads(byte_level(330).to_str())
+    settings["model"]["vocab"]["far"] = 340
+    tokenizer = Tokenizer.from_str(json.dumps(settings))
+    tokenizer.add_tokens(["far"])
+    for bound in ({"regex": "a"}, {"grammar": 'start: "a"'}):
+        with pytest.raises(UsageError, match=rf"{next(iter(bound))}: llguidance cannot read this tokenizer: panic: "):
+            grammars(Codec.of(tokenizer)).of(Settings(**bound), [0])
+
+
 def test_a_message_is_one_line_without_what_it_is_about():
     message = "at 1(8): bad\n    (\n    ^\nerror: open\n   1 | start: /(/\n              ^\n<state>\nTokens\n"
     assert reason(message) == "at 1(8): bad ( error: open"
     assert reason("rollback: no\n<state>\nTokens: x") == "rollback: no"
+    assert reason("panic: out of range\n<backtrace>\n 0: <unknown>\n") == "panic: out of range"
     assert len(reason("x" * 999)) == 303
