@@ -25,11 +25,12 @@ class Graph:
     """A decoder graph on disk. ``data`` are the files of external tensors beside it.
 
     ``turn``: behind so many tokens it rotates all positions of a step by other factors than before; a text that grows
-    beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does.
-    ``per_tensor``: activations are quantised with one scale for all tokens of a step, so a token's logits depend on
-    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can
-    write keys and values where they read them. ``parameters`` counts stored weights (4-bit ones by their number, not by
-    their bytes).
+    beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does. ``per_tensor``:
+    activations are quantised with one scale for all tokens of a step, so a token's logits depend on the tokens beside
+    it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can write keys and values
+    where they read them. ``least_slots``: what their buffers must have, however short a text is (None: no more than
+    that): a node that may forget what is behind its window asks for the window. ``parameters`` counts stored weights
+    (4-bit ones by their number, not by their bytes).
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Graph:
     per_tensor: bool
     windowed: bool
     in_place: bool
+    least_slots: int | None
     parameters: int
     turn: int | None
     data: tuple[Path, ...]
@@ -66,6 +68,7 @@ def read_graph(path: Path, root: Path) -> Graph:
         per_tensor=any(node.op_type in _PER_TENSOR for node in nodes),
         windowed=any(_attribute(node, "local_window_size", -1) > 0 for node in nodes),
         in_place=any(node.op_type == "GroupQueryAttention" for node in nodes),
+        least_slots=_least_slots(nodes),
         parameters=_count(nodes, tensors),
         turn=_turn(model.graph),
         data=tuple(sorted({_beside(path, root, tensor) for tensor in tensors if _location(tensor) is not None})),
@@ -140,6 +143,11 @@ def _port(value: ValueInfoProto) -> Port:
 
 def _attribute(node: NodeProto, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _least_slots(nodes: list[NodeProto]) -> int | None:
+    bounded = [node for node in nodes if _attribute(node, "sliding_window_cache", 0)]
+    return max((_attribute(node, "local_window_size", -1) for node in bounded), default=None)
 
 
 def _size(tensor: TensorProto) -> int:
