@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -106,13 +107,15 @@ def test_a_graph_that_makes_its_cache_anew_is_no_less_the_builder_s(tmp_path: Pa
     assert texts[0] == texts[1] and len(texts[0]) == 20
 
 
+@pytest.mark.parametrize("laid_out", [genai_directory, directory])
 @pytest.mark.parametrize("window", [5, 300])
-def test_a_window_that_buffers_may_be_as_short_as(tmp_path: Path, window: int) -> None:
+def test_a_window_that_buffers_may_be_as_short_as(tmp_path: Path, window: int, laid_out: Any) -> None:
     """As the builder writes Gemma 2 and 3 and gpt-oss for a CPU: its node takes no buffer below the window, which may
     be above the slots that a text has, and above the context."""
-    source = genai_directory(tmp_path / "made", decoder(Form(gqa=True, window=window, bounded=True)))
+    source = laid_out(tmp_path / "made", decoder(Form(gqa=True, window=window, bounded=True)))
     path = import_pair(source, None, tmp_path / "bundle")
     model = Bundle.read(path).model("target")
+    assert model.entry.dialect == "genai"
     assert (model.entry.least_slots, model.entry.max_context, model.entry.note.count(";")) == (window, CONTEXT, 0)
     runner = ForeignEngine(model)
     buffers = [buffer for row in runner._rows for buffer in row._buffers]

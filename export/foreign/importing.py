@@ -117,7 +117,7 @@ def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntr
             engine.close()
     except EngineError as error:
         # the folder is about to vanish: name the one the user knows
-        raise ExportError(str(error).replace(str(folder), str(source.root))) from None
+        raise ExportError(str(error).replace(str(folder), str(graph.path.parent))) from None
     return dataclasses.replace(entry, parity=parity)
 
 
