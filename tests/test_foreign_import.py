@@ -211,6 +211,15 @@ def test_caches_that_do_not_rewind_are_refused(tmp_path: Path) -> None:
     assert "dynamic-NTK" in refusal(rope, out)
 
 
+def test_a_cache_that_is_written_in_another_type_than_it_is_read_in_is_refused(tmp_path: Path) -> None:
+    """As optimum writes a Gemma 2 in fp16."""
+    model = decoder()
+    port = next(each for each in model.graph.output if each.name == "present.1.key")
+    port.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    found = refusal(directory(tmp_path / "made", model), tmp_path / "out")
+    assert "'present.1.key' is float16, and 'past_key_values.1.key', which reads it, float32" in found
+
+
 def test_weights_that_are_named_among_the_inputs_are_not_asked_for(tmp_path: Path) -> None:
     """As graphs before IR version 4 had to name them."""
     model = decoder()
