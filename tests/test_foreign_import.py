@@ -149,6 +149,24 @@ def test_external_data_must_be_a_plain_name(tmp_path: Path, location: str) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "secret"]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
+@pytest.mark.parametrize("content", [POINTER, b""], ids=["pointer", "nothing"])
+def test_what_was_not_downloaded_whole_is_to_be_downloaded_again(tmp_path: Path, content: bytes) -> None:
+    root = external(tmp_path / "model", "w.bin")
+    whole = (root / "w.bin").read_bytes()
+    (root / "w.bin").write_bytes(content)
+    found = refusal(root, tmp_path / "out")
+    assert f"'w.bin' are incomplete or a git-lfs pointer ({len(content)} bytes instead of at least" in found
+    (root / "w.bin").write_bytes(whole)
+    (root / "model.onnx").write_bytes(content)
+    found = refusal(root, tmp_path / "out")
+    assert re.search(
+        r"model\.onnx: not an ONNX graph, incomplete or a git-lfs pointer \(.+\); download it again", found
+    )
+
+
 def test_external_data_may_not_be_missing_or_a_link_outwards(tmp_path: Path) -> None:
     root = external(tmp_path / "model", "w.bin")
     (root / "w.bin").rename(tmp_path / "secret")

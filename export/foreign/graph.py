@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from ...bundle import is_plain
 from ...engines.foreign_graph import Port, Signature
-from ...errors import EngineError, ExportError
+from ...errors import EngineError, ExportError, first_line
 
 _PER_TENSOR = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 _BLOCKS = {"MatMulNBits", "MatMulBnb4"}  # the second has four bits, and says nothing of it
@@ -53,7 +53,9 @@ def read_graph(path: Path, root: Path) -> Graph:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf and onnx raise without a common base
-        raise ExportError(f"{path}: not an ONNX graph: {error}") from None
+        raise _unreadable(path, first_line(error)) from None
+    if not model.HasField("graph"):  # a file of no bytes is a message of no fields
+        raise _unreadable(path, "nothing is in it")
     tensors, nodes = list(_tensors(model)), list(_nodes(model))
     weights = {tensor.name for tensor in model.graph.initializer}  # old exporters name them among the inputs, too
     given = [value for value in model.graph.input if value.name not in weights]
@@ -92,13 +94,30 @@ def _beside(path: Path, root: Path, tensor: TensorProto) -> Path:
         raise ExportError(f"{path}: its weights '{name}' are missing; download the whole directory")
     if not inside(file, root):
         raise ExportError(f"{path}: its weights '{name}' are a link that leaves '{root}'")
+    if (size := file.stat().st_size) < (least := _end(tensor)):
+        raise ExportError(
+            f"{path}: its weights '{name}' are incomplete or a git-lfs pointer ({size} bytes instead of at least"
+            f" {least}); download them again"
+        )
     return file
 
 
+def _unreadable(path: Path, reason: str) -> ExportError:
+    return ExportError(f"{path}: not an ONNX graph, incomplete or a git-lfs pointer ({reason}); download it again")
+
+
 def _location(tensor: TensorProto) -> str | None:
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return None
-    return next((str(item.value) for item in tensor.external_data if item.key == "location"), "")
+    return _external(tensor, "location") if tensor.data_location == TensorProto.EXTERNAL else None
+
+
+def _external(tensor: TensorProto, key: str) -> str:
+    return next((str(item.value) for item in tensor.external_data if item.key == key), "")
+
+
+def _end(tensor: TensorProto) -> int:
+    """How many bytes its file has at least; 0 where it does not say."""
+    place = _external(tensor, "offset") or "0", _external(tensor, "length")
+    return sum(map(int, place)) if all(each.isdecimal() for each in place) else 0
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
