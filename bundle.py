@@ -105,9 +105,10 @@ class ModelEntry:
     draft is asked for tokens behind one that it does not know yet (None: it says one a step), ``block`` the most of
     them that it was taught to say (None: as many as it is asked for). ``features`` is how many numbers the graph gives
     of each token beside logits, and, with ``reads_features``, reads beside each. ``cache`` are the layers that attend,
-    ``recurrence`` is what the others keep (None: all attend). ``parity`` maps the name of a lowering or quantisation to
-    the largest absolute difference of logits found when it was checked. ``files`` are all others in the folder: weight
-    blobs, ``golden.npz``.
+    ``recurrence`` is what the others keep (None: all attend). ``least_slots`` is how many slots each buffer of a row
+    has to have, however short its text (None: no more than that). ``parity`` maps the name of a lowering or
+    quantisation to the largest absolute difference of logits found when it was checked. ``files`` are all others in the
+    folder: weight blobs, ``golden.npz``.
     """
 
     directory: str
@@ -128,6 +129,7 @@ class ModelEntry:
     features: int | None = None
     reads_features: bool = False
     recurrence: Recurrence | None = None
+    least_slots: int | None = None
     note: str = ""
 
 
@@ -273,6 +275,8 @@ def _check_model(model: ModelEntry, where: str, *, ends: int) -> None:
         _check_range(model.block, 1, _MOST, f"{where}: block")
     if model.features is not None:
         _check_range(model.features, 1, _MOST, f"{where}: features")
+    if model.least_slots is not None:
+        _check_range(model.least_slots, 1, _MOST, f"{where}: least_slots")
     _check_sizes(model.variants, f"{where}: variants")
     _check_sizes(model.files, f"{where}: files")
     for name, difference in model.parity.items():

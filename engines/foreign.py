@@ -51,7 +51,8 @@ class ForeignEngine:
         entry, self._name, self._folder = model.entry, str(model.folder), model.folder.name
         require_possible(model, provider)
         self.spec = ModelSpec(entry.vocab_size, entry.max_context - 1, precision=entry.precision)
-        self._limit, self._shapes, self._cache = entry.max_context, entry.cache, _CACHES[entry.dialect]
+        self._limit, self._least = entry.max_context, entry.least_slots or 0
+        self._shapes, self._cache = entry.cache, _CACHES[entry.dialect]
         graph = model.path("canonical" if variant == "auto" else variant)
         self._session = open_session(graph, provider=provider, threads=threads)
         self._quiet = onnxruntime().RunOptions()
@@ -96,15 +97,20 @@ class ForeignEngine:
         self._check_open()
         if capacity > self.capacity:
             grown = -(-capacity // BUCKET) * BUCKET
-            for row in self._rows:
-                row.reserve(min(grown, self._limit))
+            if (slots := self._slots(grown)) > self._slots(self.capacity):
+                for row in self._rows:
+                    row.reserve(slots)
             self.capacity = grown  # last: rows outlast an interrupt, and none may be shorter than this says
 
     def reset(self, batch: int) -> None:
         self._check_open()
         self.resets += 1
-        slots = min(self.capacity, self._limit)
+        slots = self._slots(self.capacity)
         self._rows: list[RowCache] = [self._cache(self._signature, self._shapes, slots) for _ in range(batch)]
+
+    def _slots(self, capacity: int) -> int:
+        """Of a row's buffers. With as many as the text has, none that may forget does."""
+        return max(min(capacity, self._limit), self._least)
 
     def copy_row(self, source: int, destination: int) -> None:
         self._check_open()

@@ -57,6 +57,11 @@ class Signature:
         present = _layers(made, "present")
         if not past or [_key(p) for p in past] != [_key(p) for p in present]:
             raise EngineError("every past_key_values.N.key/value needs its present.N.key/value; export with a cache")
+        for read, written in zip(past, present, strict=True):
+            if read.dtype != written.dtype:
+                raise EngineError(
+                    f"'{written.name}' is {written.dtype}, and '{read.name}', which reads it, {read.dtype}"
+                )
         if len(made["logits"].shape) != 3 or made["logits"].shape[1] == 1:
             raise EngineError("'logits' holds one position only; verifying a draft needs all positions of a step")
         return cls(ids=given["input_ids"], logits=made["logits"], past=past, present=present, **named)

@@ -110,6 +110,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     coarse = steady("gqa" if one_row else "grouped", load.provider)
     slots = (load.capacity or slots) if load.built else bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
+    slots = max(slots, model.least_slots or 0)
     number, active = _bytes_of_numbers(model, load)
     chunk = MAX_STEP if load.built else ModelSpec.of(model, narrowest=1, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))

@@ -56,6 +56,7 @@ class Form:
     per_tensor: bool = False
     by_width: bool = False  # logits end in other bits by how many tokens a step has
     gqa: bool = False  # onnxruntime-genai: GroupQueryAttention, lengths from the mask
+    bounded: bool = False  # its buffers may be as short as the window, and no shorter: what is behind it is forgotten
 
 
 def body(form: Form, cached: bool, p: str) -> tuple[str, list[str]]:
@@ -105,8 +106,9 @@ def body(form: Form, cached: bool, p: str) -> tuple[str, list[str]]:
 
 def shared(form: Form, p: str, i: int) -> list[str]:
     """Attention as onnxruntime-genai's builder writes it."""
-    window = form.window if form.window < CONTEXT else -1
+    window = form.window if form.window < CONTEXT or form.bounded else -1
     attributes = f"num_heads = {HEADS}, kv_num_heads = {HEADS}, scale = 0.5, local_window_size = {window}"
+    attributes += ", sliding_window_cache = 1" * form.bounded
     arguments = ", ".join(
         [*(f"{p}{n}{i}_flat" for n in "qkv"), *(f"past_key_values__{i}__{k}" for k in ("key", "value"))]
     )

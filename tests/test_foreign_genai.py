@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,9 +24,11 @@ from support_foreign import (
 )
 from support_graphs import rounds_alike
 
-from leadout import load
+import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
+from leadout.engines.foreign import ForeignEngine
+from leadout.engines.plan import Load, plan
 from leadout.errors import EngineError, ExportError
 from leadout.export.foreign.importing import import_pair
 from leadout.export.foreign.source import read_source
@@ -34,6 +37,7 @@ FORMS = {
     "plain": Form(gqa=True, positions=False),
     "position_ids": Form(gqa=True),
     "sliding window": Form(gqa=True, window=5),
+    "forgets": Form(gqa=True, window=5, bounded=True),
 }
 
 
@@ -98,9 +102,37 @@ def test_a_graph_that_makes_its_cache_anew_is_no_less_the_builder_s(tmp_path: Pa
     sources = genai_directory(tmp_path / "one", decoder(form)), directory(tmp_path / "other", decoder(form))
     texts = []
     for source in sources:
-        with load(import_pair(source, None, tmp_path / "bundle"), threads=1) as pair:
+        with leadout.load(import_pair(source, None, tmp_path / "bundle"), threads=1) as pair:
             texts.append(pair.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True).token_ids)
     assert texts[0] == texts[1] and len(texts[0]) == 20
+
+
+@pytest.mark.parametrize("laid_out", [genai_directory, directory])
+@pytest.mark.parametrize("window", [5, 300])
+def test_a_window_that_buffers_may_be_as_short_as(tmp_path: Path, window: int, laid_out: Any) -> None:
+    """As the builder writes Gemma 2 and 3 and gpt-oss for a CPU: its node takes no buffer below the window, which may
+    be above the slots that a text has, and above the context."""
+    source = laid_out(tmp_path / "made", decoder(Form(gqa=True, window=window, bounded=True)))
+    path = import_pair(source, None, tmp_path / "bundle")
+    model = Bundle.read(path).model("target")
+    assert model.entry.dialect == "genai"
+    assert (model.entry.least_slots, model.entry.max_context, model.entry.note.count(";")) == (window, CONTEXT, 0)
+    runner = ForeignEngine(model)
+    buffers = [buffer for row in runner._rows for buffer in row._buffers]
+    runner.reserve(200)
+    assert runner._rows[0]._buffers[0] is buffers[0], "they were as long as they get"
+    load = Load(provider="cpu", batch=1, draft_length=4, context=30)
+    if window > CONTEXT:
+        assert plan(model.entry, load).cache == sum(buffer.nbytes for buffer in buffers)
+    text = list(range(1, 9))
+    with leadout.load(path, threads=1) as pair:
+        found = [
+            pair.generate(text, draft=draft, max_new_tokens=25, temperature=0, ignore_eos=True).token_ids
+            for draft in ("none", "recycling")
+        ]
+    for _ in range(25):
+        text.append(int(reference(weights(), np.array(text), window)[-1].argmax()))
+    assert found == [text[8:]] * 2
 
 
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:

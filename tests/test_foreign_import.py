@@ -149,6 +149,24 @@ def test_external_data_must_be_a_plain_name(tmp_path: Path, location: str) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "secret"]
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+
+
+@pytest.mark.parametrize("content", [POINTER, b""], ids=["pointer", "nothing"])
+def test_what_was_not_downloaded_whole_is_to_be_downloaded_again(tmp_path: Path, content: bytes) -> None:
+    root = external(tmp_path / "model", "w.bin")
+    whole = (root / "w.bin").read_bytes()
+    (root / "w.bin").write_bytes(content)
+    found = refusal(root, tmp_path / "out")
+    assert f"'w.bin' are incomplete or a git-lfs pointer ({len(content)} bytes instead of at least" in found
+    (root / "w.bin").write_bytes(whole)
+    (root / "model.onnx").write_bytes(content)
+    found = refusal(root, tmp_path / "out")
+    assert re.search(
+        r"model\.onnx: not an ONNX graph, incomplete or a git-lfs pointer \(.+\); download it again", found
+    )
+
+
 def test_external_data_may_not_be_missing_or_a_link_outwards(tmp_path: Path) -> None:
     root = external(tmp_path / "model", "w.bin")
     (root / "w.bin").rename(tmp_path / "secret")
@@ -204,11 +222,20 @@ def test_caches_that_do_not_rewind_are_refused(tmp_path: Path) -> None:
     assert "cannot be rewound by length" in refusal(blind, out)
     trimmed = directory(tmp_path / "trimmed", decoder(Form(window=4, trimmed=True)))
     message = refusal(trimmed, out)
-    assert "cannot take this step" in message and str(trimmed) in message
+    assert "cannot take this step" in message and str(trimmed / "onnx") in message  # where the graph is
     last = directory(tmp_path / "last", decoder(Form(last_only=True)))
     assert str(last) in refusal(last, out)
     rope = directory(tmp_path / "rope", decoder(), rope_scaling={"type": "dynamic", "factor": 2.0})
     assert "dynamic-NTK" in refusal(rope, out)
+
+
+def test_a_cache_that_is_written_in_another_type_than_it_is_read_in_is_refused(tmp_path: Path) -> None:
+    """As optimum writes a Gemma 2 in fp16."""
+    model = decoder()
+    port = next(each for each in model.graph.output if each.name == "present.1.key")
+    port.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    found = refusal(directory(tmp_path / "made", model), tmp_path / "out")
+    assert "'present.1.key' is float16, and 'past_key_values.1.key', which reads it, float32" in found
 
 
 def test_weights_that_are_named_among_the_inputs_are_not_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from ...bundle import is_plain
 from ...engines.foreign_graph import Port, Signature
-from ...errors import EngineError, ExportError
+from ...errors import EngineError, ExportError, first_line
 
 _PER_TENSOR = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 _BLOCKS = {"MatMulNBits", "MatMulBnb4"}  # the second has four bits, and says nothing of it
@@ -25,11 +25,12 @@ class Graph:
     """A decoder graph on disk. ``data`` are the files of external tensors beside it.
 
     ``turn``: behind so many tokens it rotates all positions of a step by other factors than before; a text that grows
-    beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does.
-    ``per_tensor``: activations are quantised with one scale for all tokens of a step, so a token's logits depend on
-    the tokens beside it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can
-    write keys and values where they read them. ``parameters`` counts stored weights (4-bit ones by their number, not by
-    their bytes).
+    beyond has keys of both kinds in its cache, by the steps that it came in. None where it never does. ``per_tensor``:
+    activations are quantised with one scale for all tokens of a step, so a token's logits depend on the tokens beside
+    it. ``windowed``: its attention nodes know a sliding window themselves. ``in_place``: they can write keys and values
+    where they read them. ``least_slots``: what their buffers must have, however short a text is (None: no more than
+    that): a node that may forget what is behind its window asks for the window. ``parameters`` counts stored weights
+    (4-bit ones by their number, not by their bytes).
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Graph:
     per_tensor: bool
     windowed: bool
     in_place: bool
+    least_slots: int | None
     parameters: int
     turn: int | None
     data: tuple[Path, ...]
@@ -51,7 +53,9 @@ def read_graph(path: Path, root: Path) -> Graph:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf and onnx raise without a common base
-        raise ExportError(f"{path}: not an ONNX graph: {error}") from None
+        raise _unreadable(path, first_line(error)) from None
+    if not model.HasField("graph"):  # a file of no bytes is a message of no fields
+        raise _unreadable(path, "nothing is in it")
     tensors, nodes = list(_tensors(model)), list(_nodes(model))
     weights = {tensor.name for tensor in model.graph.initializer}  # old exporters name them among the inputs, too
     given = [value for value in model.graph.input if value.name not in weights]
@@ -66,6 +70,7 @@ def read_graph(path: Path, root: Path) -> Graph:
         per_tensor=any(node.op_type in _PER_TENSOR for node in nodes),
         windowed=any(_attribute(node, "local_window_size", -1) > 0 for node in nodes),
         in_place=any(node.op_type == "GroupQueryAttention" for node in nodes),
+        least_slots=_least_slots(nodes),
         parameters=_count(nodes, tensors),
         turn=_turn(model.graph),
         data=tuple(sorted({_beside(path, root, tensor) for tensor in tensors if _location(tensor) is not None})),
@@ -89,13 +94,30 @@ def _beside(path: Path, root: Path, tensor: TensorProto) -> Path:
         raise ExportError(f"{path}: its weights '{name}' are missing; download the whole directory")
     if not inside(file, root):
         raise ExportError(f"{path}: its weights '{name}' are a link that leaves '{root}'")
+    if (size := file.stat().st_size) < (least := _end(tensor)):
+        raise ExportError(
+            f"{path}: its weights '{name}' are incomplete or a git-lfs pointer ({size} bytes instead of at least"
+            f" {least}); download them again"
+        )
     return file
 
 
+def _unreadable(path: Path, reason: str) -> ExportError:
+    return ExportError(f"{path}: not an ONNX graph, incomplete or a git-lfs pointer ({reason}); download it again")
+
+
 def _location(tensor: TensorProto) -> str | None:
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return None
-    return next((str(item.value) for item in tensor.external_data if item.key == "location"), "")
+    return _external(tensor, "location") if tensor.data_location == TensorProto.EXTERNAL else None
+
+
+def _external(tensor: TensorProto, key: str) -> str:
+    return next((str(item.value) for item in tensor.external_data if item.key == key), "")
+
+
+def _end(tensor: TensorProto) -> int:
+    """How many bytes its file has at least; 0 where it does not say."""
+    place = _external(tensor, "offset") or "0", _external(tensor, "length")
+    return sum(map(int, place)) if all(each.isdecimal() for each in place) else 0
 
 
 def _graphs(model: ModelProto) -> Iterator[GraphProto]:
@@ -140,6 +162,11 @@ def _port(value: ValueInfoProto) -> Port:
 
 def _attribute(node: NodeProto, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _least_slots(nodes: list[NodeProto]) -> int | None:
+    bounded = [node for node in nodes if _attribute(node, "sliding_window_cache", 0)]
+    return max((_attribute(node, "local_window_size", -1) for node in bounded), default=None)
 
 
 def _size(tensor: TensorProto) -> int:

@@ -101,6 +101,7 @@ def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntr
         max_context=source.max_context,
         parameters=graph.parameters,
         cache=source.cache,
+        least_slots=graph.least_slots,
         eos_token_ids=source.eos_token_ids,
         variants={"canonical": file_entry(folder / graph.path.name)},
         files={path.name: file_entry(folder / path.name) for path in graph.data},
@@ -116,7 +117,7 @@ def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntr
             engine.close()
     except EngineError as error:
         # the folder is about to vanish: name the one the user knows
-        raise ExportError(str(error).replace(str(folder), str(source.root))) from None
+        raise ExportError(str(error).replace(str(folder), str(graph.path.parent))) from None
     return dataclasses.replace(entry, parity=parity)
 
 

@@ -145,7 +145,8 @@ def _concat(root: Path, place: Path) -> Source:
     return Source(
         root=root,
         graph=graph,
-        dialect="concat",
+        # buffers as long as a past may be shorter than a window; other graphs may count their past by their length
+        dialect="concat" if graph.least_slots is None else "genai",
         architecture=named[0],
         vocab_size=_vocabulary(graph, config),
         max_context=limit,
