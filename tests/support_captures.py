@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import pkgutil
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,19 +34,33 @@ def shared(folder: Path) -> Iterator[None]:
         now = everything()
         if any(now.get(name) is not value for name, value in healthy.items()):
             return capture(model, shapes, recurrence, reader)
-        place = folder / said_of(model, reader)
-        if not place.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(dir=folder))
-            ir.save(capture(model, shapes, recurrence, reader), aside / "capture.onnx", external_data="capture.data")
-            with contextlib.suppress(OSError):  # another process was sooner
-                aside.rename(place)
+        if not (place := folder / said_of(model, reader)).is_dir():
+            with _written(place) as aside:
+                made = capture(model, shapes, recurrence, reader)
+                ir.save(made, aside / "capture.onnx", external_data="capture.data")
         return ir.load(place / "capture.onnx")
 
     once.shares = True  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canonical, "capture", once)
         yield
+
+
+def offer(folder: Path, model: Any, captured: Path) -> None:
+    """Let what lies in a folder, a capture of ``model`` for no head, serve others."""
+    if not (place := folder / said_of(model)).is_dir():
+        with _written(place) as aside:
+            shutil.copytree(captured, aside, dirs_exist_ok=True)
+
+
+@contextlib.contextmanager
+def _written(place: Path) -> Iterator[Path]:
+    """A folder for what becomes ``place``."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=place.parent))
+    yield aside
+    with contextlib.suppress(OSError):  # another process was sooner
+        aside.rename(place)
 
 
 def folder_of(run: Path) -> Path:

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support_graphs import op_counts  # noqa: E402
-from test_export_architectures import GROUPED, canonical  # noqa: E402
+from support_lowered import experts_hold  # noqa: E402
+from test_export_architectures import GROUPED, canonical, copied  # noqa: E402
 from test_export_drafts import PROMPTS, answers_are_the_target_s  # noqa: E402
 from test_mutants import Mutant, must_die  # noqa: E402
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("captures_once")
 
 DEEP = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEEP |= {"n_shared_experts": 1}
-SINGLE = {"num_hidden_layers": 1}  # captures take time: of several layers with experts each, Mixtral and gpt-oss tell
+SINGLE = {"num_hidden_layers": 1}  # captures take time: of several layers Mixtral tells, of dense ones among them GLM
 # Configuration class -> its arguments, and in how many of its two layers (of SINGLE: in its one) it has experts.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral": ({"num_local_experts": 4}, 2),
@@ -50,10 +51,13 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], int]] = {
     "GraniteMoe": (SINGLE | {"num_local_experts": 4}, 1),
     "Phimoe": (SINGLE | {"num_local_experts": 4}, 1),
     "Glm4Moe": (DEEP | {"head_dim": 16}, 1),
-    "Dots1": (DEEP, 1),
+    "Dots1": (DEEP | SINGLE | {"first_k_dense_replace": 0}, 1),
     "AriaText": (SINGLE | {"moe_num_experts": 4, "moe_topk": 2}, 1),
-    "GptOss": ({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, 2),
-    "Ernie4_5_Moe": ({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}, 1),
+    "GptOss": (SINGLE | {"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, 1),
+    "Ernie4_5_Moe": (
+        SINGLE | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 0},
+        1,
+    ),
 }
 # 40 experts: a router of more columns than are left alone for being few.
 WIDE = GROUPED | {"num_local_experts": 40, "num_experts_per_tok": 3, "intermediate_size": 32}
@@ -240,10 +244,21 @@ def test_check_finds_nothing(bundle: Path) -> None:
     assert found.exit_code == 0 and "FAIL" not in found.output, found.output
 
 
-def export_is_right(monkeypatch: pytest.MonkeyPatch, folder: Path, precision: str) -> None:
-    """What export itself checks, and that widths agree, and that routers are spared: of one layer."""
+def pairs_are_right(patch: pytest.MonkeyPatch) -> None:
+    experts_hold(mixture(**SINGLE), patch)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Canonical:
+    return canonical(checkpoint(**SINGLE), tmp_path_factory.mktemp("single") / "target")
+
+
+def export_is_right(folder: Path, precision: str, captured: Canonical | None = None) -> None:
+    """What export itself checks, and that widths agree, and that routers are spared: of one layer. ``captured``: it has
+    been, by healthy code."""
     place = folder / "target"
-    packed = canonical(checkpoint(**SINGLE), place)
+    packed = canonical(checkpoint(**SINGLE), place) if captured is None else copied(captured, folder / "scratch")
+    place.mkdir(parents=True, exist_ok=True)
     entry = export_model(packed, place, precision, silent)
     assert not entry.note
     engine = open_engine(Model(place, entry), variant="gqa_even")
@@ -278,10 +293,21 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_healthy_code_passes(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    export_is_right(monkeypatch, tmp_path, precision)
+def test_healthy_code_passes(
+    precision: str, single: Canonical, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs_are_right(monkeypatch)
+    export_is_right(tmp_path / "captured", precision, single)
+    export_is_right(tmp_path, precision)
 
 
 @pytest.mark.parametrize(("precision", "mutant"), MUTANTS, ids=[mutant.bug for _, mutant in MUTANTS])
-def test_mutant_is_killed(precision: str, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    must_die(mutant, [lambda patch: export_is_right(patch, tmp_path, precision)], monkeypatch)
+def test_mutant_is_killed(
+    precision: str, mutant: Mutant, single: Canonical, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the pairs alone, by what becomes of a capture that healthy code made, by an export from its beginning."""
+
+    def what_follows(_: pytest.MonkeyPatch) -> None:
+        export_is_right(tmp_path / "captured", precision, single)
+
+    must_die(mutant, [pairs_are_right, what_follows, lambda _: export_is_right(tmp_path, precision)], monkeypatch)

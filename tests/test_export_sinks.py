@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from support_graphs import op_counts
+from support_lowered import experts_hold, rotations_hold
 from test_export_architectures import canonical, tiny
 from test_mutants import Mutant, must_die
 
@@ -160,7 +161,15 @@ def capture_is_right(folder: Path) -> None:
     assert op_counts(graph)["MoE"] == 1 and op_counts(graph)["RotaryEmbedding"] == 2
 
 
-def test_the_capture_of_healthy_code_is_right(tmp_path: Path) -> None:
+def nodes_are_right(patch: pytest.MonkeyPatch) -> None:
+    """What a capture is made of, without one."""
+    of = model(num_hidden_layers=1).model
+    experts_hold(of, patch)
+    rotations_hold(of, patch)
+
+
+def test_the_capture_of_healthy_code_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes_are_right(monkeypatch)
     capture_is_right(tmp_path)
 
 
@@ -176,7 +185,7 @@ CAPTURE_MUTANTS = [
 
 @pytest.mark.parametrize("mutant", CAPTURE_MUTANTS, ids=[mutant.bug for mutant in CAPTURE_MUTANTS])
 def test_mutant_of_the_capture_is_killed(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    must_die(mutant, [lambda _: capture_is_right(tmp_path)], monkeypatch)
+    must_die(mutant, [nodes_are_right, lambda _: capture_is_right(tmp_path)], monkeypatch)
 
 
 def test_what_the_operator_cannot_express_is_refused_by_name() -> None:

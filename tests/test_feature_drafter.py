@@ -155,17 +155,17 @@ def what_an_interrupted_round_drafted_is_not_held(*_):
     assert not made._model._stepper.engine.guessed[0, : len(LONG + draft) - 2].any()
 
 
-CHECKS = [
-    it_says_what_it_would_say_beside_the_true_features,
+CHECKS = [  # those first that take least
     text_is_read_beside_the_target_s,
     a_step_a_token_and_what_is_unread_with_the_first,
     what_it_wrote_itself_it_reads_again,
     rows_that_leave_take_that_along,
-    what_the_cache_holds_is_beside_the_true_ones,
-    whatever_the_context_and_length_texts_are_the_target_s,
     of_long_texts_it_reads_the_end,
     behind_another_beginning_the_same_tokens_are_read_anew,
     what_an_interrupted_round_drafted_is_not_held,
+    it_says_what_it_would_say_beside_the_true_features,
+    what_the_cache_holds_is_beside_the_true_ones,
+    whatever_the_context_and_length_texts_are_the_target_s,
 ]
 OURS, AGAIN = feature_drafter.FeatureDrafter, model_drafter.Rereader
 MUTANTS = [

@@ -65,14 +65,14 @@ def watched_drafts_teach_what_was_seen(monkeypatch):
     test_ahead_beside.test_a_resumed_draft_asks_before_it_grows()
 
 
-CHECKS = [
-    watched_drafts_teach_what_was_seen,
-    rounds_are_the_same,
-    lengths_change,
-    steps_are_saved,
-    batches_wait,
-    faults_are_told,
+CHECKS = [  # those first that take least
     it_is_off_where_it_loses,
+    faults_are_told,
+    batches_wait,
+    steps_are_saved,
+    watched_drafts_teach_what_was_seen,
+    lengths_change,
+    rounds_are_the_same,
     the_thread_is_at_rest,
     laws_hold,
 ]

@@ -157,24 +157,24 @@ def what_the_model_missed_is_paid_for(monkeypatch):
     test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
 
 
-CHECKS = [
+CHECKS = [  # those first that take least
     what_the_model_missed_is_paid_for,
-    fixed_drafts_stay,
-    automata_hold,
-    readers_find_their_place,
-    texts_are_bounded_and_apart,
     guesses_are_scored_right,
     rows_teach,
     periods_go_on,
-    choices_are_the_best,
     start_up_is_measured,
     asking_pays_or_sleeps,
+    choices_are_the_best,
+    texts_are_bounded_and_apart,
+    others_draft_while_the_model_rests,
+    fixed_drafts_stay,
+    automata_hold,
     shares_add_up,
     earlier_answers_help,
     the_model_is_judged_by_its_own_drafts,
     a_row_s_guesses_do_not_depend_on_its_neighbours,
     the_draft_s_cache_is_right,
-    others_draft_while_the_model_rests,
+    readers_find_their_place,
     laws_hold,
 ]
 

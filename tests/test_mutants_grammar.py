@@ -130,19 +130,19 @@ def grammars_are_kept_and_forgotten(monkeypatch):
     test_grammar.test_what_cannot_be_compiled_is_refused_with_the_reason_before_anything_runs(stops, "taken back: roll")
 
 
-CHECKS = [
+CHECKS = [  # those first that take least
     copies_are_apart,
     columns_are_forbidden,
     what_is_forbidden_is_silent,
     what_is_kept_is_used,
-    grammars_are_kept_and_forgotten,
     what_is_forced_is_drafted,
     dead_ends_are_errors_where_they_are_met,
     texts_without_an_end_end,
     long_rows_hold,
+    grammars_are_kept_and_forgotten,
     answers_stay,
-    states_are_functions_of_the_text,
     processors_come_after,
+    states_are_functions_of_the_text,
     laws_hold,
 ]
 CHECKS = [failing(check) for check in CHECKS]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support_recurrent import HOLD  # noqa: E402
 from test_export_architectures import build, tiny  # noqa: E402
 from test_mutants import Mutant, must_die  # noqa: E402
 from test_recurrent import test_a_draft_model_s_steps_are_taken_back_whole as drafts_are_taken_back  # noqa: E402
@@ -33,16 +33,9 @@ from leadout.runtime.drafters.model_drafter import ModelDrafter  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("captures_once")
 
-# A delta rule or a convolution in one layer and attention in the other are all that tells these bugs; the rest only
-# takes time.
-SHORTER: dict[str, Any] = {
-    name: {"num_hidden_layers": 2, "layer_types": [kind, "full_attention"]}
-    for name, kind in (("qwen3_5", "linear_attention"), ("lfm2", "conv"))
-}
-
 
 def made(name: str, folder: Path) -> Model:
-    return Model(folder, build(tiny(name, **SHORTER.get(name, {})), folder))
+    return Model(folder, build(tiny(name), folder))
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +55,18 @@ def checks(models):
 
         return run
 
-    found = [
-        alone(rounds_hold, seed=0),
-        alone(drafts_are_taken_back, seed=0),
-        lambda monkeypatch: rows_hold(model),
+    found = [  # those first that take least
+        lambda monkeypatch: copies_are_interrupted(model, monkeypatch),
         lambda monkeypatch: others_stay(model),
-        alone(much_is_taken_back),
+        lambda monkeypatch: little_is_read_again(models),
         lambda monkeypatch: alone(functools.partial(steps_fail, fault=RuntimeError("no"), monkeypatch=monkeypatch))(
             None
         ),
-        lambda monkeypatch: copies_are_interrupted(model, monkeypatch),
-        lambda monkeypatch: speculation_holds(models, model, "model", 0.0),
-        lambda monkeypatch: little_is_read_again(models),
+        alone(much_is_taken_back),
+        alone(rounds_hold, seed=0),
+        lambda monkeypatch: rows_hold(model),
+        alone(drafts_are_taken_back, seed=0),
+        lambda monkeypatch: speculation_holds(models, model, {}, "model", 0.0),
     ]
     return [functools.partial(noticing, check) for check in found]
 
@@ -140,6 +133,11 @@ def test_healthy_code_passes(models, monkeypatch):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_mutant_of_trails_is_killed(mutant, models, monkeypatch):
     must_die(mutant, checks(models), monkeypatch)
+
+
+@pytest.mark.parametrize("check", HOLD, ids=lambda check: check.__name__)
+def test_healthy_pieces_say_what_transformers_functions_say(check, monkeypatch):
+    check(monkeypatch)
 
 
 MEMORY = recurrent.Memory
@@ -212,8 +210,9 @@ GRAPHS = [  # by the model that tells it soonest: of a convolution alone, a delt
 
 @pytest.mark.parametrize(("name", "mutant"), GRAPHS, ids=[mutant.bug for _, mutant in GRAPHS])
 def test_mutant_of_graphs_is_killed(name, mutant, tmp_path: Path, monkeypatch):
-    """By parity with transformers; what is around a trail by longer texts. These checks hold for the healthy models:
-    above, and in the tests of recurrent layers and of architectures."""
+    """By transformers' functions beside the pieces alone, which takes no capture; else by parity with its models, and
+    what is around a trail by longer texts. These hold for the healthy models: above, and in the tests of recurrent
+    layers and of architectures."""
 
     def parity(monkeypatch):
         for key, function in recurrent._FUNCTIONS.items():
@@ -225,4 +224,4 @@ def test_mutant_of_graphs_is_killed(name, mutant, tmp_path: Path, monkeypatch):
         much_is_taken_back(model, engine)
         engine.close()
 
-    must_die(mutant, [parity], monkeypatch)
+    must_die(mutant, [*HOLD, parity], monkeypatch)

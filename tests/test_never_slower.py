@@ -39,6 +39,42 @@ def prices(root: Path):
     return lambda name: Prices.read(root / "benchmarks" / "devices.json", name)
 
 
+@pytest.fixture(scope="module")
+def once():
+    """What depends on a device alone, and how it is asked, is computed once."""
+    found = {}
+
+    def of(compute, *key):
+        if (compute.__name__, *key) not in found:
+            found[compute.__name__, *key] = compute(*key)
+        return found[compute.__name__, *key]
+
+    return of
+
+
+@pytest.fixture
+def plain(clock, prices, once):
+    """The speed without a draft."""
+
+    def plain(device, rows, temperature):
+        return speed(clock, prices(device), draft="none", rows=rows, temperature=temperature)
+
+    return lambda device, rows=1, temperature=0.0: once(plain, device, rows, temperature)
+
+
+@pytest.fixture
+def tuned(clock, prices, once):
+    """What a device keeps that was so many times ``slower`` when it was measured."""
+
+    def table(device):
+        return measured(clock, prices(device))
+
+    def scaled(device, slower):
+        return [dataclasses.replace(cost, seconds=slower * cost.seconds) for cost in once(table, device)]
+
+    return scaled
+
+
 def engines(clock, prices, share):
     """A target, and a draft that agrees with it but for ``share``."""
     laws = [table_law(VOCAB, seed=seed, order=2, sharpness=3.0, rows=4001) for seed in (1, 2)]
@@ -46,16 +82,15 @@ def engines(clock, prices, share):
     return target, Priced(ToyEngine(mixed_law(*laws, share), VOCAB, max_context=256), clock, prices.drafts)
 
 
-def tuned(clock, prices, slower):
-    """What a device keeps that was so many times ``slower`` when it was measured."""
+def measured(clock, prices):
+    """What a device keeps."""
     target, model = engines(clock, prices, 0.1)
     sweep, plain = tune.Sweep(target, model, exact=False), Decoder(target, None, exact=False)
     for text in range(6):
         for decoding, draft in ((plain, "none"), (sweep, "model")):
             settings = Settings(draft=draft, max_new_tokens=LENGTH, ignore_eos=True)
             list(decoding.decode([([1, 2, text], settings)]))
-    found = tune.kept(sweep.costs, plain.costs)
-    return [dataclasses.replace(cost, seconds=slower * cost.seconds) for cost in found]
+    return tune.kept(sweep.costs, plain.costs)
 
 
 def speed(
@@ -80,11 +115,10 @@ def speed(
 @pytest.mark.parametrize(("device", "rows"), CELLS)
 @pytest.mark.parametrize("draft", ["model", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_draft_however_bad_makes_anyone_slower(clock, prices, device, rows, draft, temperature):
+def test_no_draft_however_bad_makes_anyone_slower(clock, prices, plain, device, rows, draft, temperature):
     given = {"rows": rows, "temperature": temperature}
-    plain = speed(clock, prices(device), draft="none", **given)
     for share in (0.1, 0.6, 1.0):
-        assert speed(clock, prices(device), draft=draft, share=share, **given) > 0.95 * plain, share
+        assert speed(clock, prices(device), draft=draft, share=share, **given) > 0.95 * plain(device, **given), share
 
 
 @pytest.mark.parametrize(("device", "rows"), CELLS)
@@ -96,10 +130,9 @@ def test_a_useless_draft_costs_a_first_text_little(clock, prices, device, rows, 
 
 
 @pytest.mark.parametrize(("rows", "gain"), [(1, 2.4), (4, 1.5), (16, 1.1)])
-def test_a_good_draft_pays_in_any_batch_of_a_large_target(clock, prices, rows, gain):
+def test_a_good_draft_pays_in_any_batch_of_a_large_target(clock, prices, plain, rows, gain):
     given = {"rows": rows, "temperature": 1.0}
-    plain = speed(clock, prices("grown-int8"), draft="none", **given)
-    assert speed(clock, prices("grown-int8"), **given) > gain * plain
+    assert speed(clock, prices("grown-int8"), **given) > gain * plain("grown-int8", **given)
 
 
 @pytest.mark.parametrize(("device", "share"), [("demo-int8", 0.1), ("grown-int8", 0.2), ("grown-int8", 0.3)])
@@ -110,28 +143,30 @@ def test_auto_comes_close_to_the_best_length(clock, prices, device, share):
 
 
 @pytest.mark.parametrize("device", ["demo-int8", "grown-int8"])
-def test_a_table_of_another_hour_serves_as_well(clock, prices, device):
+def test_a_table_of_another_hour_serves_as_well(clock, prices, plain, tuned, device):
     """A device is a few times as fast or slow as when it was tuned: what its steps take beside each other counts."""
-    plain = speed(clock, prices(device), draft="none")
-    fresh = speed(clock, prices(device), known=tuned(clock, prices(device), 1.0), warm=0)
-    assert fresh > 1.2 * plain
+    fresh = speed(clock, prices(device), known=tuned(device, 1.0), warm=0)
+    assert fresh > 1.2 * plain(device)
     for slower in (0.125, 0.25, 4.0, 8.0):
-        assert speed(clock, prices(device), known=tuned(clock, prices(device), slower), warm=0) > 0.85 * fresh, slower
+        assert speed(clock, prices(device), known=tuned(device, slower), warm=0) > 0.85 * fresh, slower
 
 
 @pytest.mark.parametrize(("part", "factor"), [("draft", 2.5), ("draft", 4.0), ("plain", 0.6), ("target", 1.4)])
-def test_a_table_that_is_wrong_about_drafting_is_soon_found_out(clock, prices, part, factor):
+def test_a_table_that_is_wrong_about_drafting_is_soon_found_out(clock, prices, tuned, once, part, factor):
     """A process begins with a table in which a part of a round takes ``factor`` times as long as it does beside the
     others (of the target, the steps that verify drafts)."""
-    right = tuned(clock, prices("demo-int8"), 1.0)
+    right = tuned("demo-int8", 1.0)
     least = 2 if part == "target" else 1
     wrong = [
         dataclasses.replace(cost, seconds=factor * cost.seconds) if cost.part == part and cost.width >= least else cost
         for cost in right
     ]
     given = {"temperature": 1.0, "warm": 8, "texts": 8}
-    told = speed(clock, prices("demo-int8"), known=right, **given)
-    assert speed(clock, prices("demo-int8"), known=wrong, **given) > 0.95 * told
+
+    def told(device):
+        return speed(clock, prices(device), known=right, **given)
+
+    assert speed(clock, prices("demo-int8"), known=wrong, **given) > 0.95 * once(told, "demo-int8")
 
 
 def test_prices_are_between_and_beyond_what_is_known_lines(prices, root):

@@ -178,16 +178,16 @@ def a_step_gives_the_logits_after_the_last_of_each_row(*_):
                     assert np.allclose(found[row, i], np.log(engine.law(text)), atol=1e-5)
 
 
-CHECKS = [
+CHECKS = [  # those first that take least
     it_says_what_it_would_say_token_by_token,
     a_draft_is_one_step,
     what_it_wrote_itself_it_reads_again,
     rows_that_leave_take_that_along,
     beside_others_it_reads_on,
-    texts_are_the_target_s,
     a_watched_draft_is_cut_and_never_longer_than_what_was_asked,
     a_decoder_asks_it_so,
     a_step_gives_the_logits_after_the_last_of_each_row,
+    texts_are_the_target_s,
 ]
 OURS = parallel_drafter.ParallelDrafter
 MUTANTS = [
