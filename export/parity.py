@@ -1,11 +1,11 @@
 """Checks that an exported model computes what transformers does, on the real engine and in each situation of decoding.
 
 The truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations: a
-prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. If the engine takes
-trees, a fifth: the five tokens as one branch among siblings. In float32, in which each model is checked first, the
-first three are repeated in a roomy cache: attention may depend on positions, but never on the number of slots.
-Features, if the model gives any, are compared after the first two situations, and the blocks of a head that drafts
-blocks at the end."""
+prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. What was prefilled is
+committed, so that after the roll-back layers that keep states read them. If the engine takes trees, a fifth: the five
+tokens as one branch among siblings. In float32, in which each model is checked first, the first three are repeated in a
+roomy cache: attention may depend on positions, but never on the number of slots. Features, if the model gives any, are
+compared after the first two situations, and the blocks of a head that drafts blocks at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine
-from ..engines.base import BLOCK, PADDING, FeatureEngine, TreeEngine
+from ..engines.base import BLOCK, PADDING, CommittingEngine, FeatureEngine, TreeEngine
 from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
 from ..errors import EngineError, ExportError
@@ -161,6 +161,12 @@ def _read(truth: Truth, engine: Engine, places: NDArray[np.int64]) -> None:
         engine.beside(truth.beside[np.arange(len(places))[:, None], within])
 
 
+def _commit(engine: Engine, lengths: Sequence[int]) -> None:
+    """States may stand at these lengths from the next step on."""
+    if isinstance(engine, CommittingEngine):
+        engine.commit(lengths)
+
+
 def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """One row in a cache of at least ``slots``: prefill all but a step, a step, then its first token again after
     rolling back."""
@@ -171,6 +177,7 @@ def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[A
     _read(truth, engine, each[:, :start])
     yield np.array(engine.forward(row[None, :start], np.array([0]))[0]), logits[:start]
     _read(truth, engine, each[:, start:])
+    _commit(engine, [start])
     yield np.array(engine.forward(row[None, start:], np.array([start]))[0]), logits[start:]
     _read(truth, engine, each[:, start : start + 1])
     yield np.array(engine.forward(row[None, start : start + 1], np.array([start]))[0]), logits[start : start + 1]
@@ -191,6 +198,7 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
     new = truth.tokens[each[:, None], places]
     vocab = truth.logits.shape[-1]
     _read(truth, engine, places)
+    _commit(engine, lens.tolist())
     yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
     _read(truth, engine, places[:, :1])
     yield np.array(engine.forward(new[:, :1], lens)[:, 0]), truth.logits[each, lens]

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from support_recurrent import HOLD  # noqa: E402
 from test_export_architectures import build, tiny  # noqa: E402
-from test_mutants import Mutant, must_die  # noqa: E402
+from test_mutants import Mutant, must_die, mutate  # noqa: E402
 from test_recurrent import test_a_draft_model_s_steps_are_taken_back_whole as drafts_are_taken_back  # noqa: E402
 from test_recurrent import test_a_row_whose_copy_is_interrupted_begins_anew as copies_are_interrupted  # noqa: E402
 from test_recurrent import test_a_step_that_fails_or_is_interrupted_changes_nothing as steps_fail  # noqa: E402
@@ -26,6 +26,7 @@ from test_recurrent import test_what_was_committed_is_what_is_read_again as litt
 from leadout.bundle import Model, Recurrence  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
 from leadout.engines.trails import Trails  # noqa: E402
+from leadout.errors import ExportError  # noqa: E402
 from leadout.export.capture import decoder_graph, recurrent  # noqa: E402
 from leadout.runtime import steps  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
@@ -225,3 +226,13 @@ def test_mutant_of_graphs_is_killed(name, mutant, tmp_path: Path, monkeypatch):
         engine.close()
 
     must_die(mutant, [*HOLD, parity], monkeypatch)
+
+
+def test_an_export_of_layers_that_have_each_other_s_states_is_refused(tmp_path: Path, monkeypatch):
+    """Parity with transformers sees states, not only what is read again."""
+    mutate(
+        monkeypatch,
+        Mutant("all have the first's", MEMORY, "recur", "self.states[len(self.new_states)]", "self.states[0]"),
+    )
+    with pytest.raises(ExportError, match="FalconH1ForCausalLM, capture: logits differ from transformers"):
+        made("falcon_h1", tmp_path / "target")

@@ -166,7 +166,8 @@ def _attribute(node: NodeProto, name: str, default: int) -> int:
 
 def _least_slots(nodes: list[NodeProto]) -> int | None:
     bounded = [node for node in nodes if _attribute(node, "sliding_window_cache", 0)]
-    return max((_attribute(node, "local_window_size", -1) for node in bounded), default=None)
+    windows = [_attribute(node, "local_window_size", -1) for node in bounded]
+    return max((window for window in windows if window > 0), default=None)
 
 
 def _size(tensor: TensorProto) -> int:
