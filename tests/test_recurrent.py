@@ -3,6 +3,7 @@ and taken back, its logits are those of reading it once."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from leadout.engines.trails import Trails  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
+from leadout.runtime import check  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.settings import Settings  # noqa: E402
 from leadout.scripts.cmd_inspect import describe  # noqa: E402
@@ -319,6 +321,47 @@ def test_what_was_committed_is_what_is_read_again(models: dict[str, Model]) -> N
     assert len(behind) > 9 and max(behind) <= 4
     target.close()
     draft.close()
+
+
+def forgets(states: list[np.ndarray]) -> None:
+    states[-1][...] = 0
+
+
+def has_another_layer_s(states: list[np.ndarray]) -> None:
+    states[0][...] = states[1]
+
+
+def has_another_row_s(states: list[np.ndarray]) -> None:
+    states[0][1:] = states[0][:1]
+
+
+def rounds(states: list[np.ndarray]) -> None:
+    states[0][...] = states[0].astype(np.float16)
+
+
+@pytest.mark.parametrize("fault", [forgets, has_another_layer_s, has_another_row_s, rounds], ids=lambda f: f.__name__)
+def test_check_tells_a_state_that_is_not_the_text_s(
+    models: dict[str, Model], fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of a model that may be far from transformers' logits, as a draft in int4 is."""
+    entry = models["falcon_h1"].entry
+    variants = {graph: entry.variants[graph] for graph in ("gqa", "grouped")}
+    entry = dataclasses.replace(entry, precision="int4", parity={"int4": 1.0}, variants=variants)
+    faulty, took = Model(models["falcon_h1"].folder, entry), Trails.took
+
+    def told() -> list[str]:
+        names = [each.name for each in check.check_model("draft", faulty, "cpu", 1) if not each.ok]
+        return [name.removeprefix("draft ") for name in names]
+
+    def takes(trails: Trails, past: Any, width: int) -> None:
+        before = trails.anchors
+        took(trails, past, width)
+        if trails.anchors != before:
+            fault([state.array for state in trails._states[trails._at[0]]])
+
+    assert told() == []
+    monkeypatch.setattr(Trails, "took", takes)
+    assert told() == ["gqa: states", "grouped: states"][fault is has_another_row_s :]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
