@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_export_architectures import build, tiny  # noqa: E402
 
-from leadout.bundle import Model, Recurrence  # noqa: E402
+from leadout.bundle import CacheShape, Model, Recurrence  # noqa: E402
 from leadout.engines import open_engine, ort  # noqa: E402
 from leadout.engines.base import CommittingEngine  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
@@ -166,6 +166,31 @@ def test_rows_that_a_step_leaves_out_stay_as_they_are(model: Model) -> None:
     engine.commit([29, 20])
     assert np.array_equal(engine.forward(rows[:, 20:24], at(29, 20))[1], wanted[20:24])
     engine.close()
+
+
+def test_rows_that_are_finished_are_not_copied() -> None:
+    """A batch's last row does not carry the states of all others from step to step; who comes back has its own."""
+    trails, rows = Trails(Recurrence(slots=20, context=0, trails=(1,), states=(CacheShape(1, 2, 2),)), 3), range(3)
+    (one,), (other,) = trails._states
+
+    def step(past: list[int], mark: float) -> None:
+        _, side = trails.turn(past, 1)
+        read, written = (one, other) if side == 0 else (other, one)
+        seen.append(read.array[: len(past), 0, 0, 0].tolist())
+        written.array[: len(past)] = mark
+        trails.commit(past)
+        trails.took(past, 1)
+
+    seen: list[list[float]] = []
+    step([1, 1, 1], 1.0)
+    left = [buffer.array[1:].copy() for buffer in (one, other)]
+    for past in range(2, 5):
+        step([past], float(past))
+    assert all(np.array_equal(buffer.array[1:], was) for buffer, was in zip((one, other), left, strict=True))
+    trails.copy_row(1, 2)
+    assert trails.anchors == (4, 1, 1)
+    step([5, 2, 0], 5.0)
+    assert seen == [[0.0] * len(rows), [1.0], [2.0], [3.0], [4.0, 1.0, 0.0]]
 
 
 def test_uncommitted_tokens_can_be_taken_back_for_a_widest_step(model: Model, engine: SlotEngine) -> None:
