@@ -28,8 +28,9 @@ class Trails:
     and nothing is ever asked of it).
 
     A trail is a ring: the token at position i stands in slot i modulo its length. States are in one of two buffers
-    while a step writes the other, and ``_at`` names buffer and anchors together: a step that fails, or is interrupted,
-    has changed nothing that counts.
+    while a step writes the other, and ``_at`` names them together: the buffer that the next step reads, the rows'
+    anchors, and which buffer has each row's states (the other one, perhaps, of a row that steps left out: rows that are
+    finished are never copied). A step that fails, or is interrupted, has changed nothing that counts.
     """
 
     def __init__(self, recurrence: Recurrence | None, rows: int) -> None:
@@ -39,7 +40,7 @@ class Trails:
         self._trails = [HostBuffer((rows, 1, kept.slots, width), float32) for width in kept.trails]
         shapes = [(rows, state.heads, state.key_dim, state.value_dim) for state in kept.states]
         self._states = [[HostBuffer(shape, float32) for shape in shapes] for _ in range(2)]
-        self._at = 0, (0,) * rows
+        self._at = 0, (0,) * rows, (0,) * rows
         self._committed = [0] * rows
 
     @property
@@ -68,6 +69,8 @@ class Trails:
                 if length:
                     raise EngineError(f"row {row} cannot go back to {length} tokens: {self.anchors[row]} are committed")
                 self._begin(row)
+            if self._at[2][row] != self._at[0]:
+                self._fetch(row)
         if not self._kept.states:
             return NO_TURN
         behind = max(length - anchor for length, anchor in zip(past, self.anchors, strict=False))
@@ -78,22 +81,22 @@ class Trails:
         committed in all rows, or if the trails could not hold another step of full width in addition."""
         if not self._there:
             return
-        side, anchors = self._at
+        side, anchors, there = self._at
         behind = max(length - anchor for length, anchor in zip(past, anchors, strict=False))
         full = behind + width > self._kept.widest
         if not full and any(length > known for length, known in zip(past, self._committed, strict=False)):
             return
-        for buffer, other in zip(self._states[1 - side], self._states[side], strict=True):
-            buffer.array[len(past) :] = other.array[len(past) :]
-        self._at = 1 - side, (*past, *anchors[len(past) :])
+        written = 1 - side
+        self._at = written, (*past, *anchors[len(past) :]), (*[written] * len(past), *there[len(past) :])
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
-        self._anchor(destination, _NOWHERE)
-        for buffer in (*self._trails, *self._states[self._at[0]]):
+        there = self._at[2][source]
+        self._place(destination, _NOWHERE, there)
+        for buffer in (*self._trails, *self._states[there]):
             buffer.copy_row(source, destination)
         self._committed[destination] = self._committed[source]
-        self._anchor(destination, self.anchors[source])
+        self._place(destination, self.anchors[source], there)
 
     def bindings(self, side: int) -> Iterator[tuple[str, str, HostBuffer, HostBuffer]]:
         """Of a step that finds its states in buffer ``side``: names of an input and an output of the graph, and the
@@ -106,11 +109,19 @@ class Trails:
     def _begin(self, row: int) -> None:
         self._committed[row] = 0
         if self.anchors[row]:  # else its states are zero
-            self._anchor(row, _NOWHERE)
-            for buffer in self._states[self._at[0]]:
+            there = self._at[2][row]
+            self._place(row, _NOWHERE, there)
+            for buffer in self._states[there]:
                 buffer.array[row] = 0
-            self._anchor(row, 0)
+            self._place(row, 0, there)
 
-    def _anchor(self, row: int, length: int) -> None:
-        side, anchors = self._at
-        self._at = side, (*anchors[:row], length, *anchors[row + 1 :])
+    def _fetch(self, row: int) -> None:
+        """Bring a row's states to the buffer that the next step reads."""
+        side = self._at[0]
+        for buffer, other in zip(self._states[side], self._states[1 - side], strict=True):
+            buffer.array[row] = other.array[row]
+        self._place(row, self.anchors[row], side)
+
+    def _place(self, row: int, anchor: int, there: int) -> None:
+        side, anchors, places = self._at
+        self._at = side, (*anchors[:row], anchor, *anchors[row + 1 :]), (*places[:row], there, *places[row + 1 :])

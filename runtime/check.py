@@ -1,9 +1,10 @@
 """What ``leadout check`` proves on this machine, without PyTorch: parity, exactness, identity.
 
-Numbers first (golden logits from transformers; one bit pattern for all step widths), then tokens (with and without
-each drafter, sampled with one seed, in a batch and alone, turn after turn). Where the answers of two graph variants
-differ, rounding must explain it. A graph that exact answers do not use on this processor may round each step width in
-its own way, but by no more than its logits may differ from transformers'.
+Numbers first (golden logits from transformers; one bit pattern for all step widths, and wherever the states of
+recurrent layers stand), then tokens (with and without each drafter, sampled with one seed, in a batch and alone, turn
+after turn). Where the answers of two graph variants differ, rounding must explain it. A graph that exact answers do not
+use on this processor may round each step width in its own way, but by no more than its logits may differ from
+transformers'.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
-from ..engines.base import FeatureEngine, Features
+from ..engines.base import CommittingEngine, FeatureEngine, Features
 from ..engines.golden import TOLERANCE, Golden
 from ..errors import EngineError
 from .device import cores
@@ -29,6 +30,7 @@ from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its sums in another way
 WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``
 NEW_TOKENS = 24
+STATES = 160, 5  # tokens, more than a trail holds; read in steps of so many
 TREE = (3, 2, 1)
 SLACK = 2.0  # other precisions: times what the exporter measured, since another processor rounds in another order
 
@@ -94,6 +96,8 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
             if not engine.spec.reads_features:
                 tokens = tokens % model.entry.vocab_size
             yield check_widths(f"{name}: widths", engine, tokens[:1], beside=beside, **widths)
+            if engine.spec.recurrent:
+                yield check_states(f"{name}: states", engine, tokens, 1 if variant in ONE_ROW else 2)
         finally:
             engine.close()
 
@@ -156,6 +160,31 @@ def check_widths(
     ok = all(value <= slack for value in apart.values())
     detail = f"differ: {differing}{note}" if differing else "one bit pattern"
     return Check(f"{name} {widths[0]} to {widths[-1]}", ok, detail)
+
+
+def check_states(name: str, engine: Engine, tokens: Tokens, rows: int) -> Check:
+    """Read ``rows`` texts in equal steps, with and without committing what was read. Recurrent layers take in one token
+    after the other, so no bit may depend on where states stand. (Unlike ``check_widths`` this allows no rounding: it
+    sees the states of a draft in int4, too, whose widths may be as far apart as its logits are from transformers'.)"""
+    total, width = STATES
+    total = min(total, engine.spec.max_context) // width * width
+    texts = np.stack([np.resize(np.roll(tokens, -row), total) for row in range(rows)])
+    kept, apart = (_in_steps(engine, texts, width, commits) for commits in (True, False))
+    worst = float(np.abs(kept - apart).max(initial=0.0))
+    return Check(name, worst == 0.0, f"differ by {worst:.1e} where they are carried on" if worst else "one bit pattern")
+
+
+def _in_steps(engine: Engine, texts: Tokens, width: int, commits: bool) -> NDArray[np.float32]:
+    """Logits [B, T, vocab_size] of texts [B, T] fed ``width`` tokens at a time; with ``commits`` states follow each."""
+    assert isinstance(engine, CommittingEngine)
+    rows, total = texts.shape
+    engine.reset(rows)
+    engine.reserve(total)
+    parts = [np.zeros((rows, 0, engine.spec.vocab_size), np.float32)]
+    for past in range(0, total, width):
+        engine.commit([past if commits else 0] * rows)
+        parts.append(np.array(engine.forward(texts[:, past : past + width], np.full(rows, past))))
+    return np.concatenate(parts, axis=1)
 
 
 def stepped(engine: Engine, tokens: Tokens, width: int, beside: Features | None = None) -> NDArray[np.float32]:

@@ -86,24 +86,23 @@ MUTANTS = [
     Mutant(
         "rows that a step leaves out lose their states",
         Trails,
-        "took",
-        "buffer.array[len(past) :] = other.array[len(past) :]",
+        "turn",
+        "self._fetch(row)",
         "pass",
     ),
+    Mutant("rows that a step leaves out are where the others are", Trails, "took", "*there[len(past) :]", "*[written]"),
     Mutant("anchors of rows that a step leaves out go along", Trails, "took", "*anchors[len(past) :]", "*past[:1]"),
     Mutant("a row that begins anew keeps its states", Trails, "_begin", "buffer.array[row] = 0", "pass"),
     Mutant("a row that begins anew keeps what was committed", Trails, "_begin", "self._committed[row] = 0", "pass"),
-    Mutant("a copy has its old anchor", Trails, "copy_row", "self.anchors[source])", "0)"),
+    Mutant("a copy has its old anchor", Trails, "copy_row", "self.anchors[source],", "0,"),
     Mutant(
         "a copy has its old trails",
         Trails,
         "copy_row",
-        "(*self._trails, *self._states[self._at[0]])",
-        "self._states[self._at[0]]",
+        "(*self._trails, *self._states[there])",
+        "self._states[there]",
     ),
-    Mutant(
-        "a copy has its old states", Trails, "copy_row", "(*self._trails, *self._states[self._at[0]])", "self._trails"
-    ),
+    Mutant("a copy has its old states", Trails, "copy_row", "(*self._trails, *self._states[there])", "self._trails"),
     Mutant("a row that is being copied can be stepped", Trails, "copy_row", "_NOWHERE", "0"),
     Mutant(
         "states are written where they are read", Trails, "bindings", "self._states[1 - side]", "self._states[side]"

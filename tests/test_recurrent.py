@@ -3,6 +3,7 @@ and taken back, its logits are those of reading it once."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from test_export_architectures import build, tiny  # noqa: E402
 
-from leadout.bundle import Model, Recurrence  # noqa: E402
+from leadout.bundle import CacheShape, Model, Recurrence  # noqa: E402
 from leadout.engines import open_engine, ort  # noqa: E402
 from leadout.engines.base import CommittingEngine  # noqa: E402
 from leadout.engines.ort import SlotEngine  # noqa: E402
@@ -26,6 +27,7 @@ from leadout.engines.trails import Trails  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
+from leadout.runtime import check  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.settings import Settings  # noqa: E402
 from leadout.scripts.cmd_inspect import describe  # noqa: E402
@@ -164,6 +166,31 @@ def test_rows_that_a_step_leaves_out_stay_as_they_are(model: Model) -> None:
     engine.commit([29, 20])
     assert np.array_equal(engine.forward(rows[:, 20:24], at(29, 20))[1], wanted[20:24])
     engine.close()
+
+
+def test_rows_that_are_finished_are_not_copied() -> None:
+    """A batch's last row does not carry the states of all others from step to step; who comes back has its own."""
+    trails, rows = Trails(Recurrence(slots=20, context=0, trails=(1,), states=(CacheShape(1, 2, 2),)), 3), range(3)
+    (one,), (other,) = trails._states
+
+    def step(past: list[int], mark: float) -> None:
+        _, side = trails.turn(past, 1)
+        read, written = (one, other) if side == 0 else (other, one)
+        seen.append(read.array[: len(past), 0, 0, 0].tolist())
+        written.array[: len(past)] = mark
+        trails.commit(past)
+        trails.took(past, 1)
+
+    seen: list[list[float]] = []
+    step([1, 1, 1], 1.0)
+    left = [buffer.array[1:].copy() for buffer in (one, other)]
+    for past in range(2, 5):
+        step([past], float(past))
+    assert all(np.array_equal(buffer.array[1:], was) for buffer, was in zip((one, other), left, strict=True))
+    trails.copy_row(1, 2)
+    assert trails.anchors == (4, 1, 1)
+    step([5, 2, 0], 5.0)
+    assert seen == [[0.0] * len(rows), [1.0], [2.0], [3.0], [4.0, 1.0, 0.0]]
 
 
 def test_uncommitted_tokens_can_be_taken_back_for_a_widest_step(model: Model, engine: SlotEngine) -> None:
@@ -319,6 +346,47 @@ def test_what_was_committed_is_what_is_read_again(models: dict[str, Model]) -> N
     assert len(behind) > 9 and max(behind) <= 4
     target.close()
     draft.close()
+
+
+def forgets(states: list[np.ndarray]) -> None:
+    states[-1][...] = 0
+
+
+def has_another_layer_s(states: list[np.ndarray]) -> None:
+    states[0][...] = states[1]
+
+
+def has_another_row_s(states: list[np.ndarray]) -> None:
+    states[0][1:] = states[0][:1]
+
+
+def rounds(states: list[np.ndarray]) -> None:
+    states[0][...] = states[0].astype(np.float16)
+
+
+@pytest.mark.parametrize("fault", [forgets, has_another_layer_s, has_another_row_s, rounds], ids=lambda f: f.__name__)
+def test_check_tells_a_state_that_is_not_the_text_s(
+    models: dict[str, Model], fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of a model that may be far from transformers' logits, as a draft in int4 is."""
+    entry = models["falcon_h1"].entry
+    variants = {graph: entry.variants[graph] for graph in ("gqa", "grouped")}
+    entry = dataclasses.replace(entry, precision="int4", parity={"int4": 1.0}, variants=variants)
+    faulty, took = Model(models["falcon_h1"].folder, entry), Trails.took
+
+    def told() -> list[str]:
+        names = [each.name for each in check.check_model("draft", faulty, "cpu", 1) if not each.ok]
+        return [name.removeprefix("draft ") for name in names]
+
+    def takes(trails: Trails, past: Any, width: int) -> None:
+        before = trails.anchors
+        took(trails, past, width)
+        if trails.anchors != before:
+            fault([state.array for state in trails._states[trails._at[0]]])
+
+    assert told() == []
+    monkeypatch.setattr(Trails, "took", takes)
+    assert told() == ["gqa: states", "grouped: states"][fault is has_another_row_s :]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
