@@ -34,13 +34,15 @@ _CAPS: Cap = np.where(_BITS, np.inf, -np.inf).astype(np.float32)
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A grammar before its first token: the setting it came from, ``matcher``, which nobody moves, how many logits a
-    row has, and the tokens that end a text. Where there are none, a token that no row has stands for them."""
+    row has, and the tokens that end a text. Where there are none, a token that no row has stands for them. ``named``:
+    the grammar may ask for special tokens, among them ends, by their names."""
 
     name: str
     matcher: LLMatcher
     size: int
     ends: frozenset[int]
     stand_in: int | None
+    named: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +63,9 @@ class Grammar:
     Allowed is what llguidance's masks say: every token with which the text can go on, or, where only one continuation
     is possible, its first token as the tokenizer would cut it. After a forbidden token, and after an end, everything
     counts as allowed: no rule looks at rows there.
+
+    Some checkpoints end with a token that is text as well, such as a line feed: it is allowed only where the text is
+    complete before it.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -110,6 +115,8 @@ class Grammar:
         place = self._place(drafted)
         if place is None or place.allowed == token:
             return True
+        if self._compiled.named and token in self._compiled.ends:  # validate_tokens knows no end within a text
+            self._looked(drafted)
         if place.known:
             return place.cap is None or bool(place.cap[token] > 0)
         self._stand(len(drafted))
@@ -178,8 +185,14 @@ class Grammar:
                 raise self._failure()
             return not self._compiled.ends or token in self._compiled.ends
         if forced := matcher.compute_ff_tokens():
-            return token == forced[0]
-        return token != self._compiled.stand_in and matcher.validate_tokens([token]) == 1
+            legal = token == forced[0]
+        else:
+            legal = token != self._compiled.stand_in and matcher.validate_tokens([token]) == 1
+        return legal and (token not in self._compiled.ends or self._may_end())
+
+    def _may_end(self) -> bool:
+        """Whether an answer may end where the matcher stands."""
+        return self._compiled.named or bool(self._matcher.is_accepting())
 
     def _looked(self, drafted: Sequence[int]) -> _Place | None:
         """``_place``, once all about it is known."""
@@ -193,6 +206,9 @@ class Grammar:
             raise self._failure()
         if (end := compiled.stand_in) is not None:
             mask[end // 8] &= ~np.uint8(1 << end % 8)
+        if not self._may_end():
+            for end in compiled.ends:
+                mask[end // 8] &= ~np.uint8(1 << end % 8)
         if compiled.ends or mask.any() or not matcher.is_accepting():
             caps = buffers.empty(8 * mask.size, np.float32).reshape(mask.size, 8)
             place.cap = _CAPS.take(mask, axis=0, out=caps, mode="clip").reshape(-1)[: compiled.size]

@@ -62,7 +62,7 @@ class Grammars:
         except ImportError:
             missing = f"{name} needs llguidance, which is not installed"
             raise EngineError(f"{missing}: pip install 'leadout[grammar]'") from None
-        if name == "grammar" and _TEMPERATURE.search(text):
+        if name == "grammar" and _TEMPERATURE.search(_LITERAL.sub("", text)):
             raise UsageError("grammar: a rule has no temperature of its own: that is a setting of the request")
         reads: dict[str, Callable[[str], str]] = {
             "json_schema": LLMatcher.grammar_from_json_schema,
@@ -76,14 +76,14 @@ class Grammars:
             raise UsageError(f"{name} cannot be compiled: {reason(str(error))}") from None
         if matcher.is_error():
             raise UsageError(f"{name} cannot be compiled: {reason(matcher.get_error())}")
-        compiled = Compiled(name, matcher, self._size, ends, stand_in)
+        compiled = Compiled(name, matcher, self._size, ends, stand_in, _names(name, text))
         Grammar(compiled).check()
         return compiled
 
     def _read(self, name: str, asked: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
         """The tokenizer as llguidance has it, for texts with these ends, and the id that stands for one if there is
         none."""
-        by_name = name == "grammar" and "<" in _LITERAL.sub("", asked)  # Lark may ask for a special token by its name
+        by_name = _names(name, asked)
         if (kept := self._tokenizers.get((by_name, ends))) is None:
             kept = self._tokenizers[by_name, ends] = self._made(name, ends, by_name=by_name)
         return kept
@@ -100,7 +100,7 @@ class Grammars:
             text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
             size = max(size, stand_in + 1)
         try:
-            read = text if by_name else unspelled(text)
+            read = text if by_name else unspelled(text, ends)
             return LLTokenizer(read, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in), stand_in
         except ValueError as error:
             why = str(error)
@@ -111,13 +111,20 @@ class Grammars:
         raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(why)}")
 
 
-def unspelled(text: str) -> str:
-    """A ``tokenizer.json`` with names for its special tokens that no text spells.
+def _names(name: str, asked: str) -> bool:
+    """Whether this is a grammar in Lark that may ask for a special token by its name."""
+    return name == "grammar" and "<" in _LITERAL.sub("", asked)
+
+
+def unspelled(text: str, ends: Collection[int] = ()) -> str:
+    """A ``tokenizer.json`` with names for its special tokens, and for added ones among ``ends``, that no text spells.
 
     Where a form leaves one text alone to go on with, llguidance cuts it by this, and would take "</s>" in it for the
     token, which ends the answer or is no text. For special it takes all added tokens in angle brackets.
     """
     settings = json.loads(text)
+    for token in settings["added_tokens"]:
+        token["special"] |= token["id"] in ends
     names = {name: f"{name[:-1]}{_UNSPELLED}{name[-1:]}" for name in map(_special, settings["added_tokens"]) if name}
     for token in settings["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])

@@ -81,6 +81,42 @@ def test_only_a_name_stands_for_a_special_token_and_a_text_that_spells_one_is_te
     assert (turn in text) == (" <turn> " in asked.get("grammar", ""))
 
 
+@pytest.mark.parametrize("asked", [{"regex": "x.END.y"}, {"regex": "x[^b]{5}y"}, {"json_schema": {"const": "x[END]"}}])
+def test_an_end_that_is_written_like_text_ends_no_text_before_it_is_complete(asked):
+    """Some tokenizers have it among the added tokens, but not as a special one."""
+    tokenizer = byte_level(330)
+    tokenizer.add_tokens(["[END]"])
+    end, b = tokenizer.token_to_id("[END]"), tokenizer.token_to_id("b")
+    grammar = grammars(Codec.of(tokenizer)).of(Settings(**asked), [end])
+    row = np.full(tokenizer.get_vocab_size(), -1, np.float32)
+    row[[end, b]] = 1, 0
+    text: list[int] = []
+    while (token := int(grammar.within(row, text).argmax())) != end:
+        text.append(token)
+        assert len(text) < 40
+    said = tokenizer.decode(text)
+    assert json.loads(said) == "x[END]" if "json_schema" in asked else re.fullmatch(asked["regex"], said)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["whole mask", "token"])
+def test_a_letter_that_is_an_end_too_ends_only_what_is_complete(first):
+    end = ABC.tokens.index("a")
+    grammar = grammars(ABC).of(Settings(regex="(a|b)cb?(aa)?"), [end])
+    row = np.array([2, 1, 0, 0], np.float32)
+    for text, allowed in (((), [1]), ((1,), [2]), ((1, 2), [0, 1]), ((1, 2, 1), [0])):
+        if first:
+            assert [token for token in range(4) if grammar.allows(token, text)] == allowed
+        else:
+            assert np.flatnonzero(np.isfinite(grammar.within(row, text))).tolist() == allowed
+    asked = grammars(ABC).of(Settings(grammar="start: /[b-c]+/ <end>"), [3])
+    assert asked.allows(3, (1,)) and np.isfinite(asked.within(row, (1, 1)))[3]
+
+
+def test_brackets_in_a_text_give_a_rule_no_temperature():
+    text = 'start: "[temperature=" /[ab]/ // [temperature=1]'
+    assert grammars(Codec.of(byte_level(330))).of(Settings(grammar=text), [0]) is not None
+
+
 def bound_law(options, monkeypatch, words=WORDS, count=4, ends=(3,), mask_token=None):
     """The law of whole production runs, and what it must be."""
     target, vocab = table_law(4, seed=4), 4
