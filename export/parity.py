@@ -1,11 +1,11 @@
 """Checks that an exported model computes what transformers does, on the real engine and in each situation of decoding.
 
 The truth is a full recompute without a cache (``golden.compute_truth``); the engine steps in place. Four situations: a
-prefill, five tokens on top of a past, one token after a roll-back, and a ragged batch of three. What was prefilled is
-committed, so that after the roll-back layers that keep states read them. If the engine takes trees, a fifth: the five
-tokens as one branch among siblings. In float32, in which each model is checked first, the first three are repeated in a
-roomy cache: attention may depend on positions, but never on the number of slots. Features, if the model gives any, are
-compared after the first two situations, and the blocks of a head that drafts blocks at the end."""
+prefill, five tokens on top of a past, one token after a roll-back, and three rows, ragged and whole. What was prefilled
+is committed, so that after the roll-back layers that keep states read them. If the engine takes trees, a fifth: the
+five tokens as one branch among siblings. In float32, in which each model is checked first, the first three are repeated
+in a roomy cache: attention may depend on positions, but never on the number of slots. Features, if the model gives any,
+are compared after the first two situations, and the blocks of a head that drafts blocks at the end."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def _alone(truth: Truth, engine: Engine, slots: int) -> Iterator[tuple[NDArray[A
 
 
 def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Three rows, each with its own past: padded prefill, a step, then one token after rolling back."""
+    """Three rows, each with its own past: padded prefill, a step, then one token after rolling back; then all of
+    each text at once, which is what is looked at on a device."""
     rows, length = truth.tokens.shape
     lens = truth.starts()
     start, each = int(lens[0]), np.arange(rows)
@@ -202,6 +203,11 @@ def _ragged(truth: Truth, engine: Engine) -> Iterator[tuple[NDArray[Any], NDArra
     yield np.array(engine.forward(new, lens)).reshape(-1, vocab), truth.logits[each[:, None], places].reshape(-1, vocab)
     _read(truth, engine, places[:, :1])
     yield np.array(engine.forward(new[:, :1], lens)[:, 0]), truth.logits[each, lens]
+    engine.reset(rows)
+    engine.reserve(length)
+    _read(truth, engine, np.tile(np.arange(length), (rows, 1)))
+    whole = np.array(engine.forward(truth.tokens, np.zeros(rows, np.int64)))
+    yield whole.reshape(-1, vocab), truth.logits.reshape(-1, vocab)
 
 
 def _branched(truth: Truth, engine: TreeEngine) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:

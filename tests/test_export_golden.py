@@ -14,10 +14,40 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from leadout.engines.base import ModelSpec  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.capture.kept import kept  # noqa: E402
 from leadout.export.checkpoints.checkpoint import Checkpoint, load  # noqa: E402
-from leadout.export.golden import LENGTH, ROWS, compute_truth  # noqa: E402
+from leadout.export.golden import LENGTH, ROWS, Truth, compute_truth  # noqa: E402
+from leadout.export.parity import measure  # noqa: E402
+
+
+class Said:
+    """An engine that says what is to be said, but for one token."""
+
+    spec = ModelSpec(9, 64)
+
+    def __init__(self, truth: Truth, row: int, place: int) -> None:
+        self.tokens, self.logits = truth.tokens, truth.logits.copy()
+        self.logits[row, place, 3] += 1.0
+
+    def reset(self, batch: int) -> None:
+        pass
+
+    def reserve(self, capacity: int) -> None:
+        pass
+
+    def forward(self, tokens: np.ndarray, past: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+        columns = np.arange(tokens.shape[1])[None].repeat(len(tokens), 0) if index is None else index
+        return self.logits[np.arange(len(tokens))[:, None], past[:, None] + columns]
+
+
+def test_what_a_device_is_held_to_is_measured_token_by_token() -> None:
+    """``leadout check`` allows what the exporter measured, and looks at every token of the golden rows."""
+    rng = np.random.default_rng(0)
+    truth = Truth(rng.integers(0, 9, (ROWS, LENGTH)), rng.standard_normal((ROWS, LENGTH, 9), np.float32))
+    for row, place in np.ndindex(ROWS, LENGTH):
+        assert measure(truth, Said(truth, row, place)).difference == pytest.approx(1.0), (row, place)  # type: ignore[arg-type]
 
 
 @pytest.fixture
