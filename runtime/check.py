@@ -169,22 +169,21 @@ def check_states(name: str, engine: Engine, tokens: Tokens, rows: int) -> Check:
     total, width = STATES
     total = min(total, engine.spec.max_context) // width * width
     texts = np.stack([np.resize(np.roll(tokens, -row), total) for row in range(rows)])
-    kept, apart = (_in_steps(engine, texts, width, commits) for commits in (True, False))
-    worst = float(np.abs(kept - apart).max(initial=0.0))
+    kept = list(_in_steps(engine, texts, width, commits=True))
+    apart = zip(kept, _in_steps(engine, texts, width, commits=False), strict=True)
+    worst = max((float(np.abs(one - other).max()) for one, other in apart), default=0.0)
     return Check(name, worst == 0.0, f"differ by {worst:.1e} where they are carried on" if worst else "one bit pattern")
 
 
-def _in_steps(engine: Engine, texts: Tokens, width: int, commits: bool) -> NDArray[np.float32]:
-    """Logits [B, T, vocab_size] of texts [B, T] fed ``width`` tokens at a time; with ``commits`` states follow each."""
+def _in_steps(engine: Engine, texts: Tokens, width: int, *, commits: bool) -> Iterator[NDArray[np.float32]]:
+    """Logits [B, width, vocab_size] of each step of texts [B, T]; with ``commits`` states follow each."""
     assert isinstance(engine, CommittingEngine)
     rows, total = texts.shape
     engine.reset(rows)
     engine.reserve(total)
-    parts = [np.zeros((rows, 0, engine.spec.vocab_size), np.float32)]
     for past in range(0, total, width):
         engine.commit([past if commits else 0] * rows)
-        parts.append(np.array(engine.forward(texts[:, past : past + width], np.full(rows, past))))
-    return np.concatenate(parts, axis=1)
+        yield np.array(engine.forward(texts[:, past : past + width], np.full(rows, past)))
 
 
 def stepped(engine: Engine, tokens: Tokens, width: int, beside: Features | None = None) -> NDArray[np.float32]:

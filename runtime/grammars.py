@@ -35,7 +35,7 @@ class Grammars:
         """``size``: the length of the target's rows of logits; logits that belong to no token are forbidden."""
         self._codec, self._size = codec, size
         self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
-        self._tokenizers: dict[tuple[bool, frozenset[int]], tuple[LLTokenizer, int | None]] = {}
+        self._tokenizers: dict[bool, tuple[frozenset[int], LLTokenizer, int | None]] = {}  # the last of each kind
         self._lock = RLock()  # a signal handler may ask, too, or make all be forgotten
 
     def of(self, settings: Settings, ends: Collection[int]) -> Grammar | None:
@@ -62,33 +62,35 @@ class Grammars:
         except ImportError:
             missing = f"{name} needs llguidance, which is not installed"
             raise EngineError(f"{missing}: pip install 'leadout[grammar]'") from None
-        if name == "grammar" and _TEMPERATURE.search(_LITERAL.sub("", text)):
+        lark = _LITERAL.sub("", text) if name == "grammar" else ""
+        if _TEMPERATURE.search(lark):
             raise UsageError("grammar: a rule has no temperature of its own: that is a setting of the request")
         reads: dict[str, Callable[[str], str]] = {
             "json_schema": LLMatcher.grammar_from_json_schema,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        tokenizer, stand_in = self._read(name, text, ends)
+        named = "<" in lark  # it may ask for a special token by its name
+        tokenizer, stand_in = self._read(name, ends, named=named)
         try:
             matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
         except ValueError as error:
             raise UsageError(f"{name} cannot be compiled: {reason(str(error))}") from None
         if matcher.is_error():
             raise UsageError(f"{name} cannot be compiled: {reason(matcher.get_error())}")
-        compiled = Compiled(name, matcher, self._size, ends, stand_in, _names(name, text))
+        compiled = Compiled(name, matcher, self._size, ends, stand_in, named)
         Grammar(compiled).check()
         return compiled
 
-    def _read(self, name: str, asked: str, ends: frozenset[int]) -> tuple[LLTokenizer, int | None]:
+    def _read(self, name: str, ends: frozenset[int], *, named: bool) -> tuple[LLTokenizer, int | None]:
         """The tokenizer as llguidance has it, for texts with these ends, and the id that stands for one if there is
-        none."""
-        by_name = _names(name, asked)
-        if (kept := self._tokenizers.get((by_name, ends))) is None:
-            kept = self._tokenizers[by_name, ends] = self._made(name, ends, by_name=by_name)
-        return kept
+        none. ``named`` as of ``Compiled``."""
+        kept = self._tokenizers.get(named)
+        if kept is None or kept[0] != ends:
+            kept = self._tokenizers[named] = ends, *self._made(name, ends, named=named)
+        return kept[1:]
 
-    def _made(self, name: str, ends: frozenset[int], *, by_name: bool) -> tuple[LLTokenizer, int | None]:
+    def _made(self, name: str, ends: frozenset[int], *, named: bool) -> tuple[LLTokenizer, int | None]:
         from llguidance import LLTokenizer
 
         text, stand_in, size = self._codec.tokenizer.to_str(), None, self._size
@@ -100,7 +102,7 @@ class Grammars:
             text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
             size = max(size, stand_in + 1)
         try:
-            read = text if by_name else unspelled(text, ends)
+            read = text if named else unspelled(text, ends)
             return LLTokenizer(read, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in), stand_in
         except ValueError as error:
             why = str(error)
@@ -109,11 +111,6 @@ class Grammars:
                 raise
             why = f"panic: {error}"
         raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(why)}")
-
-
-def _names(name: str, asked: str) -> bool:
-    """Whether this is a grammar in Lark that may ask for a special token by its name."""
-    return name == "grammar" and "<" in _LITERAL.sub("", asked)
 
 
 def unspelled(text: str, ends: Collection[int] = ()) -> str:
