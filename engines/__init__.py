@@ -22,7 +22,7 @@ def open_engine(
     an engine that was built from them for this device, ort-tensorrt and ort-tensorrt-rtx ONNX Runtime's providers of
     these SDKs. ``threads`` (>= 1) are ONNX Runtime's own; ``variant`` pins a graph of the bundle, ``auto`` takes the
     fastest for the provider and the number of rows; with ``exact``, the fastest whose steps round alike on this
-    processor from ``spec.narrowest`` tokens on (``rounding``).
+    processor (``rounding``) in the widths of ``spec.widths``.
     Raises UsageError for an unknown provider, EngineError if the runtime or the provider is not there, or if nothing
     is exact here.
     """

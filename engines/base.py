@@ -74,16 +74,32 @@ MOST_ROWS = 4096  # that anything is planned, built or measured for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Widths:
+    """Which steps round alike: those of at least ``narrowest`` tokens a row, a multiple of ``multiple``."""
+
+    narrowest: int = 1
+    multiple: int = 1
+
+    def holding(self, tokens: int) -> int:
+        """The least such width for so many tokens."""
+        return -(-max(tokens, self.narrowest) // self.multiple) * self.multiple
+
+
+ANY, FROM_TWO = Widths(), Widths(2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What a caller may rely on, all counts of tokens: ids below ``vocab_size``, positions below ``max_context``.
 
     One step of a prompt brings at most ``max_step`` tokens a row and about ``max_together`` in all rows (a longer one
     goes in pieces), and of at most ``max_verify`` in a row may all logits be wanted. An engine whose capacity is fixed
     has max_context + max_verify - 1 slots a row.
-    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps at least ``narrowest`` wide are
-    meant to round alike (``leadout check`` looks). ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the
-    id by which a draft is asked for tokens behind one that it does not know yet (None: it was not trained for that);
-    ``block``: the most of them that it was trained to say (None: no such limit).
+    ``precision`` (fp32, fp16, bf16, int8, int4) says how coarsely it rounds; all steps of ``widths`` are meant to round
+    alike (``leadout check`` looks), where logits of a multiple of ``fewest_logits`` tokens, in all rows, are asked for.
+    ``trees``: it takes the steps of a TreeEngine. ``mask_token``: the id by which a draft is asked for tokens behind
+    one that it does not know yet (None: it was not trained for that); ``block``: the most of them that it was trained
+    to say (None: no such limit).
     ``features``: how many numbers a FeatureEngine gives of each token (0: it is none); ``reads_features``: its steps
     read as many beside each token. ``recurrent``: layers keep states, so it is a CommittingEngine.
     """
@@ -94,7 +110,8 @@ class ModelSpec:
     max_together: int = MAX_TOGETHER
     max_verify: int = 512
     precision: str = "fp32"
-    narrowest: int = 2
+    widths: Widths = FROM_TWO
+    fewest_logits: int = 1
     trees: bool = False
     mask_token: int | None = None
     block: int | None = None
@@ -103,7 +120,7 @@ class ModelSpec:
     recurrent: bool = False
 
     @classmethod
-    def of(cls, entry: ModelEntry, narrowest: int, *, trees: bool) -> ModelSpec:
+    def of(cls, entry: ModelEntry, widths: Widths, *, trees: bool) -> ModelSpec:
         """The spec of a bundle's model in the dialect ``slots``."""
         kept = entry.recurrence
         return cls(
@@ -111,7 +128,7 @@ class ModelSpec:
             entry.max_context,
             **({} if kept is None else {"max_step": kept.widest, "max_verify": kept.widest}),
             precision=entry.precision,
-            narrowest=narrowest,
+            widths=widths,
             trees=trees,
             mask_token=entry.mask_token,
             block=entry.block,
@@ -194,7 +211,7 @@ class EvenEngine(Engine, Protocol):
     """An engine whose steps of one token need not round like wider ones: they are faster if they do not."""
 
     even: bool
-    """Whether they round alike (``spec.narrowest``). True after ``reset``; may be set between any two steps."""
+    """Whether they round alike (``spec.widths``). True after ``reset``; may be set between any two steps."""
 
 
 @runtime_checkable

@@ -21,7 +21,7 @@ from .base import LogitArray, ModelSpec, Tokens
 from .foreign_cache import ConcatCache, RowCache, SharedCache, bind_input, bind_output
 from .foreign_graph import Port, Signature, ort_ports
 from .providers import onnxruntime, open_session
-from .rounding import even_from, uneven
+from .rounding import even_widths, rounded_alike, uneven
 
 BUCKET = 128
 ITSELF = "export the checkpoint itself with: leadout export"
@@ -70,8 +70,10 @@ class ForeignEngine:
         self.capacity = BUCKET
         self.reset(1)
         self._probe()
-        if exact and even_from(self, self.spec.narrowest) is None:
-            raise uneven(self._name, ITSELF)
+        if exact:
+            if (found := even_widths(self, self.spec.widths.narrowest)) is None:
+                raise uneven(self._name, ITSELF)
+            self.spec = rounded_alike(self, found)
 
     @property
     def batch(self) -> int:
@@ -130,8 +132,9 @@ class ForeignEngine:
         if count < 1:
             out[:] = 0
             return
-        # the head, too, must not narrow to a width of one, or its last bits change with the step
+        # the head, too, must not narrow to a width of one or an odd one, or its last bits change with the step
         first = max(0, min(int(wanted.min()), count - 2)) if self._signature.keep else 0
+        first -= first % 2
         logits = self._run(row, tokens[:count], past, count - first)
         inside = wanted < count
         out[:] = logits[np.where(inside, wanted, first) - first]

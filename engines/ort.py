@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, first_line
-from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens
+from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens, Widths
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, steady
 from .ort_step import Step
 from .recording import RECORDING
-from .rounding import even_from, uneven
+from .rounding import even_widths, rounded_alike, uneven
 from .sessions import Sessions
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
@@ -33,7 +32,7 @@ class SlotEngine:
     round alike on this processor: ``gqa_even``, ``gqa`` in steps of two and more, or ``grouped``), for many
     ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
     differ in the last bits of their logits; with ``exact``, one variant never differs from itself (any batch, any
-    capacity, widths from ``spec.narrowest``). Raises EngineError where a pinned one cannot have that on this processor.
+    capacity, the widths of ``spec.widths``). Raises EngineError where a pinned one cannot have that on this processor.
     TensorRT's providers take ``canonical`` alone: they misread the others in silence.
     Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
     as in a chain only if its slot is the same: sums over other slots have another order.
@@ -60,7 +59,7 @@ class SlotEngine:
         entry = model.entry
         self._kept = entry.recurrence
         trees = provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
-        self._spec = ModelSpec.of(entry, self._narrowest(), trees=trees)
+        self._spec = ModelSpec.of(entry, Widths(self._narrowest()), trees=trees)
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
         self._session: Any = None  # of the graph in use, and its steps
@@ -228,15 +227,15 @@ class SlotEngine:
 
     def _settle(self) -> None:
         """Keep to graphs and widths that do round alike on this processor."""
-        found = even_from(self, self._narrowest())
+        found = even_widths(self, self._narrowest())
         if self._pinned == "auto" and found is None:
             self._take(WITHOUT_REST)
-            found = even_from(self, self._narrowest())
-        elif self._pinned == "auto" and found == 2 and self._variant == "gqa_even":
+            found = even_widths(self, self._narrowest())
+        elif self._pinned == "auto" and found != Widths(1) and self._variant == "gqa_even":
             self._take(SOONEST)  # gqa: wider steps need no graph of their own
         if found is None:
             raise uneven(f"{self._model.folder.name} ({self._variant})")
-        self._spec = dataclasses.replace(self._spec, narrowest=found)
+        self._spec = rounded_alike(self, found)
 
     def _take(self, alone: tuple[str, ...]) -> None:
         """Another preference for one row's graph."""

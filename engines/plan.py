@@ -11,7 +11,7 @@ from typing import Any
 from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from . import foreign, variants
-from .base import MAX_STEP, MOST_ROWS, ModelSpec
+from .base import ANY, MAX_STEP, MOST_ROWS, ModelSpec
 from .golden import GOLDEN
 from .memory import bucket, logit_rows, steady
 from .tensorrt.buildable import PRECISIONS, require_buildable
@@ -112,7 +112,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
     slots = (load.capacity or slots) if load.built else bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
     slots = max(slots, model.least_slots or 0)
     number, active = _bytes_of_numbers(model, load)
-    chunk = MAX_STEP if load.built else ModelSpec.of(model, narrowest=1, trees=False).chunk(load.batch)
+    chunk = MAX_STEP if load.built else ModelSpec.of(model, ANY, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))
     hidden = _hidden(model)
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.

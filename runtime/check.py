@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
-from ..engines.base import CommittingEngine, FeatureEngine, Features
+from ..engines.base import FROM_TWO, CommittingEngine, FeatureEngine, Features, Widths
 from ..engines.golden import TOLERANCE, Golden
 from ..errors import EngineError
 from .device import cores
@@ -72,7 +72,7 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
     passed when it is open, looks at its golden logits)."""
     golden = Golden.of(model)
     rounding = float("inf") if golden is None else allowed(model, golden)
-    exact: dict[str, int] = {}
+    exact: dict[str, Widths] = {}
     if (role, provider) == ("target", "cpu"):
         try:
             exact = exact_graphs(model, threads)
@@ -85,7 +85,7 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
             if golden is not None and provider not in BUILT:
                 yield check_parity(f"{name}: golden logits", engine, golden, rounding)
             tokens = golden.tokens if golden is not None else np.arange(2, 26, dtype=np.int64)[None]
-            widths: dict[str, Any] = {"narrowest": exact.get(variant, engine.spec.narrowest)}
+            widths: dict[str, Any] = {"alike": exact.get(variant, engine.spec.widths)}
             if provider != "cpu":
                 widths["slack"] = NEAR_TIE[engine.spec.precision]
             elif variant not in exact:
@@ -102,15 +102,15 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
             engine.close()
 
 
-def exact_graphs(model: Model, threads: int) -> dict[str, int]:
-    """The graphs that exact answers of one row and of many rows use on this processor, and the least width of a step in
-    each. Raises EngineError if there are none."""
+def exact_graphs(model: Model, threads: int) -> dict[str, Widths]:
+    """The graphs that exact answers of one row and of many rows use on this processor, and the widths of their steps.
+    Raises EngineError if there are none."""
     engine = open_engine(model, threads=threads, exact=True)
     found = {}
     try:
         for rows in (1, 2):
             engine.reset(rows)
-            found[getattr(engine, "variant", "canonical")] = engine.spec.narrowest
+            found[getattr(engine, "variant", "canonical")] = engine.spec.widths
     finally:
         engine.close()
     return found
@@ -143,14 +143,14 @@ def check_widths(
     engine: Engine,
     tokens: Tokens,
     slack: float = 0.0,
-    narrowest: int = 2,
+    alike: Widths = FROM_TWO,
     note: str = "",
     beside: Features | None = None,
 ) -> Check:
-    """Feed one row ([1, T]) in steps of each width that is meant to round alike, from ``narrowest`` on. Logits must be
+    """Feed one row ([1, T]) in steps of each width that is meant to round alike, as ``alike`` says. Logits must be
     the same bits, or differ by no more than ``slack`` (``note`` says why they may). ``beside`` as in ``stepped``. Where
     the engine reads no features, a longer row is also looked at where it grows beyond each of BOUNDS."""
-    widths = [width for width in WIDTHS if narrowest <= width <= engine.spec.max_verify]
+    widths = [width for width in WIDTHS if alike.holding(width) == width <= engine.spec.max_verify]
     reference = stepped(engine, tokens, widths[0], beside)
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width, beside)).max()) for width in widths[1:]}
     if not engine.spec.reads_features:

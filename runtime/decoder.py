@@ -77,7 +77,7 @@ class Decoder:
         it does not); ``policy``: used for all requests in place of what their settings say; ``grammars``: compiles for
         the target's tokenizer, None where no request may ask for a grammar."""
         self._engines = {"target": target} | ({} if draft is None else {"draft": draft})
-        self._target = Stepper(target, "target", narrowest=target.spec.narrowest if exact else 1)
+        self._target = Stepper(target, "target", exact=exact)
         self.costs = Costs() if costs is None else costs
         self._model: Drafter | None = None
         self._trees: Drafter | None = None
@@ -89,7 +89,7 @@ class Decoder:
             self._model = self.ahead or model
             if vocabulary.tokenizers is None and not draft.spec.reads_features:
                 self._trees = TreeDrafter(Stepper(draft, "draft"), vocabulary)
-        self._pace = Pace(self.costs, self._target.narrowest)
+        self._pace = Pace(self.costs, self._target.widths)
         self._pace.prices.rereads = self._model is not None and self._model.rereads
         self._admission = Admission(
             target.spec, self._pace, model=self._model is not None, policy=policy, grammars=grammars
@@ -186,7 +186,7 @@ class Decoder:
         if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
             self._begin_anew()  # a held cache came from other steps: its last bits are not those of a fresh one
         self._prefill(rows)
-        self._pace.prices.begin(self._target.narrowest)
+        self._pace.prices.begin(self._target.widths)
         for row in rows:
             if row.cascade is not None:
                 row.cascade.begin(row.sequence.tokens)
@@ -315,7 +315,7 @@ class Decoder:
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
         if not self._branch(drafts):
-            width, took = max(self._target.narrowest, max(lengths) + 1), clock.spent("target", "verify") - self._once
+            width, took = self._target.widths.holding(max(lengths) + 1), clock.spent("target", "verify") - self._once
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             step = len(rows), width, took, self._pace.prices.past

@@ -67,7 +67,7 @@ def spread(engine: Engine, text: Sequence[int]) -> float:
     wide, tail = min(_TAIL, engine.spec.max_verify), text[-_TAIL:]
     before, found = len(text) - len(tail), []
     for width, even in ((wide, True), (1, False)):
-        stepper = Stepper(engine, "target", narrowest=engine.spec.narrowest)
+        stepper = Stepper(engine, "target", exact=True)
         stepper.reset(1, even=even)
         if before:
             stepper.last_logits([text[:before]], [0])
@@ -132,4 +132,4 @@ def _least(scores: Scores) -> float:
 def last_logits(engine: Engine, token_ids: Sequence[int]) -> NDArray[np.float32]:
     """Logits after ``token_ids`` [vocab_size], on an empty cache."""
     engine.reset(1)
-    return np.array(Stepper(engine, "target", narrowest=engine.spec.narrowest).last_logits([token_ids], [0])[0])
+    return np.array(Stepper(engine, "target", exact=True).last_logits([token_ids], [0])[0])

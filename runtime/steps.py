@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from ..engines.base import (
+    ANY,
     CommittingEngine,
     Engine,
     EvenEngine,
@@ -32,8 +33,8 @@ _RECORDED = (1, 2, 3, 5, 9, 17, 34, 64)  # widths of recorded steps: a few token
 
 
 class Stepper:
-    """An engine as the runtime uses it. ``narrowest`` is the least width of a step (2 keeps every width's bits equal),
-    1 after a ``reset`` that needs no equal bits.
+    """An engine as the runtime uses it. ``widths`` are those its steps have: those that round alike if ``exact``, any
+    after a ``reset`` that needs no equal bits.
 
     Of an engine that records its steps (``RecordingEngine``) those of up to 64 tokens take one of eight widths (or the
     widest whose logits may all be wanted), and as many rows as the next power of two.
@@ -41,9 +42,10 @@ class Stepper:
     slots of row b count. Whatever the engine raises comes out as EngineError.
     """
 
-    def __init__(self, engine: Engine, name: str, *, narrowest: int = 1) -> None:
-        self.engine, self.name, self.narrowest = engine, name, narrowest
-        self._even_width = narrowest
+    def __init__(self, engine: Engine, name: str, *, exact: bool = False) -> None:
+        self.engine, self.name = engine, name
+        self._alike = (engine.spec.widths, engine.spec.fewest_logits) if exact else (ANY, 1)
+        self.widths, self._fewest = self._alike
         self._recording = engine if isinstance(engine, RecordingEngine) and engine.recording is not None else None
         self._row_step = row_step(engine) if self._recording is None else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
@@ -93,7 +95,7 @@ class Stepper:
 
     def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
         """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
-        if len(pieces) == 1 and (width := len(pieces[0])) >= self.narrowest and not leaves_one(width):
+        if len(pieces) == 1 and self._fits(width := len(pieces[0])) and not leaves_one(width):
             if self._row_step is not None and past[0] + width <= self.engine.capacity:
                 return self._row_logits(self._row_step, pieces[0], past[0], False)
             return self._forward(pieces, past, width, None)
@@ -101,7 +103,7 @@ class Stepper:
         width = max(widths)
         if width == 1:
             return self._one_token(pieces, past)
-        if self._recording is not None or min(widths) == width >= self.narrowest:
+        if self._recording is not None or (min(widths) == width and self._fits(width)):
             return self._forward(pieces, past, width, None)
         columns = np.arange(width, dtype=np.int64)
         return self._forward(pieces, past, width, np.minimum(columns, np.array(widths, np.int64)[:, None] - 1))
@@ -118,7 +120,7 @@ class Stepper:
         """The same, but [B, max(counts), V], of which only [b, :counts[b]] is meant: the logits after each of row b's
         last counts[b] tokens."""
         step, (piece, *others) = self._row_step, pieces
-        if others or step is None or not self.narrowest <= len(piece) <= _SEVERAL:
+        if others or step is None or not self._fits(len(piece)) or len(piece) > _SEVERAL:
             return self._ending(pieces, past, counts)
         if past[0] + len(piece) > self.engine.capacity:
             return self._ending(pieces, past, counts)
@@ -141,7 +143,8 @@ class Stepper:
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
         step, engine = self._row_step, self.engine
-        if step is None or not self.narrowest <= len(piece) <= _SEVERAL or past + len(piece) > engine.capacity:
+        fits = self._fits(len(piece)) and self._fewest == 1 and len(piece) <= _SEVERAL
+        if step is None or not fits or past + len(piece) > engine.capacity:
             only: LogitRow = self.last_logits([piece], [past])[0]
         else:
             only = self._row_logits(step, piece, past, True)[0, 0]
@@ -150,10 +153,14 @@ class Stepper:
     def tree_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int], sees: Sight) -> Logits:
         """Append pieces[b] (at most S tokens) to row b as a tree, ``sees`` [B, S, T] as in TreeEngine.forward_tree;
         logits [B, S, V]."""
-        width = sees.shape[1]
+        count = sees.shape[1]
+        width = self.widths.holding(count)
+        if width > count:
+            sees = np.pad(sees, ((0, 0), (0, width - count), (0, width - count)))
+            sees[:, range(count - width, 0), range(count - width, 0)] = True
         logits = self._checked(pieces, past, width, lambda tokens, lens: self._trees().forward_tree(tokens, lens, sees))
         self._held.cut(past[0])  # no text: branches beside each other
-        return logits
+        return logits[:, :count] if width > count else logits
 
     def compact(self, row: int, past: int, kept: Sequence[int]) -> None:
         """Keep one branch of a tree step: slot past + kept[i] becomes past + i. Nothing to do for the first in all."""
@@ -171,12 +178,16 @@ class Stepper:
         return self.engine
 
     def _one_token(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
-        return self._forward(pieces, past, 1, None if self.narrowest == 1 else _FIRST.repeat(len(pieces), 0))
+        return self._forward(pieces, past, 1, None if self._fits(1) else _FIRST.repeat(len(pieces), 0))
+
+    def _fits(self, width: int) -> bool:
+        return self.widths.holding(width) == width
 
     def _widest(self, past: Sequence[int]) -> int:
         """The widest step: padding, too, must find slots where the capacity is fixed."""
         spec = self.engine.spec
-        return min(spec.chunk(len(past)), spec.max_context + spec.max_verify - 1 - max(past))
+        most = min(spec.chunk(len(past)), spec.max_context + spec.max_verify - 1 - max(past))
+        return most if self._fits(most) else max(1, most - 1)
 
     def _most_padded(self, past: Sequence[int], index: Tokens | None) -> int:
         """The width that a recorded step may be padded to. A cache that already holds the whole context must not grow
@@ -189,7 +200,7 @@ class Stepper:
     def _forward(
         self, pieces: Sequence[Sequence[int]], past: Sequence[int], width: int, index: Tokens | None
     ) -> Logits:
-        width, rows, more = max(width, self.narrowest), len(pieces), 0
+        width, rows, more = self.widths.holding(width), len(pieces), 0
         width += self._even and leaves_one(width) and width < self._widest(past)
         recorded = self._recording is not None and width <= _RECORDED[-1]
         if recorded and (wider := min(recorded_width(width), self._most_padded(past, index))) >= width:
@@ -197,10 +208,13 @@ class Stepper:
         if more:  # rows behind those that are alive are nobody's
             pieces, past = [*pieces, *[[]] * more], [*past, *[0] * more]
             index = None if index is None else np.pad(index, ((0, more), (0, 0)))
+        step, wanted = self.engine.forward, width if index is None else index.shape[1]
+        if index is not None and index.size % self._fewest:
+            index = np.pad(index, ((0, 0), (0, 1)), mode="edge")
         columns = width if index is None else index.shape[1]
-        step = self.engine.forward
         logits = self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
-        return logits[:rows] if more else logits
+        logits = logits[:rows] if more else logits
+        return logits[:, :wanted] if wanted < columns else logits
 
     def _checked(
         self,
@@ -245,7 +259,8 @@ class Stepper:
         return logits
 
     def _round(self, even: bool) -> None:
-        self._even, self.narrowest = even, self._even_width if even else 1
+        self._even = even
+        self.widths, self._fewest = self._alike if even else (ANY, 1)
         if isinstance(self.engine, EvenEngine):
             self.engine.even = even
 

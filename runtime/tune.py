@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..engines import Engine
+from ..engines.base import Widths
 from ..errors import UsageError
 from .bench import Bench, Group, decode
 from .controller.costs import Cost, Costs
@@ -68,9 +69,9 @@ class Sweep(Decoder):
         return self._pace.prices.rereads
 
     @property
-    def narrowest(self) -> int:
-        """The least width the target stepped with."""
-        return self._target.narrowest
+    def widths(self) -> Widths:
+        """Those that the target stepped with."""
+        return self._target.widths
 
 
 def _shuffled(longest: int) -> Iterator[int]:
@@ -136,7 +137,7 @@ class Tuner:
         sweep.lengths.rounds = 0
         past = sum(map(len, prompts)) // len(prompts) + settings.max_new_tokens // 2
         plain, longest, rereads = self._plain.costs, sweep.lengths.longest, sweep.rereads
-        return promise(plain, sweep.costs, stats, rows, past, sweep.narrowest, rereads=rereads, longest=longest)
+        return promise(plain, sweep.costs, stats, rows, past, sweep.widths, rereads=rereads, longest=longest)
 
     def measure_contexts(self, prompts: Group, rows: int) -> None:
         """Add steps on longer contexts, of the prompts one after the other."""
@@ -173,7 +174,7 @@ def promise(
     stats: Sequence[Stats],
     rows: int,
     past: int,
-    narrowest: int,
+    widths: Widths,
     *,
     rereads: bool = False,
     longest: int = MAX_DRAFT_LENGTH,
@@ -188,7 +189,7 @@ def promise(
     rates, tokens, survival = acceptance(stats), [1.0], 1.0
     for rate in rates[:longest]:
         tokens.append(tokens[-1] + (survival := survival * rate))
-    seconds = [host + steps[max(k + 1, narrowest)] + drafts[k] for k in range(longest + 1)]
+    seconds = [host + steps[widths.holding(k + 1)] + drafts[k] for k in range(longest + 1)]
     if rereads:
         each = pair.catch_up(rows, 1)
         seconds = [took + each * (written - 1.0) for took, written in zip(seconds, tokens, strict=True)]

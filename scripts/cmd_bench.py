@@ -108,9 +108,10 @@ def bare_target(pair: Pair, provider: str, threads: int | None, variant: str) ->
     """A context manager that gives the target's engine for the fastest plain decoding; None if that is the pair's own.
     (Where exactness needs no wider steps, it uses another graph, which is slower.)"""
     from ..engines import open_engine
+    from ..engines.base import ANY
     from ..runtime.device import cores
 
-    if not pair.exact or pair.target.spec.narrowest > 1:
+    if not pair.exact or pair.target.spec.widths != ANY:
         return nullcontext()
     target = pair.bundle.model("target")
     return closing(open_engine(target, provider=provider, threads=threads or cores(), variant=variant))

@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
 from leadout.engines import Engine
+from leadout.engines.base import FROM_TWO
 from leadout.engines.ort import SlotEngine
-from leadout.engines.rounding import even_from
+from leadout.engines.rounding import even_widths
 from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.graphs.quantize import quantize
 from leadout.export.graphs.tree import to_tree, to_tree_gqa
@@ -252,7 +253,7 @@ def op_counts(model: ir.Model) -> dict[str, int]:
 def rounds_alike(engine: Engine) -> bool:
     """Whether steps of two and more tokens give one bit pattern: on ARM64 not where attention is fused, or sums over
     the slots in use."""
-    even = even_from(engine, 2) == 2
+    even = even_widths(engine, 2) == FROM_TWO
     assert even or platform.machine().lower() not in ("x86_64", "amd64")
     return even
 

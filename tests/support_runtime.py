@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from leadout.engines.base import ANY, Widths
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
 from leadout.runtime import admission, judging
 from leadout.runtime.controller.costs import Costs
@@ -200,8 +201,8 @@ class Covered(Coverage):
     def lacks_plain(self, rows: int) -> bool:
         return False
 
-    def first_length(self, limit: int, rows: int = 1, narrowest: int = 1, *best: Any) -> int | None:
-        return super().first_length(limit, 1, narrowest, *best)
+    def first_length(self, limit: int, rows: int = 1, widths: Widths = ANY, *best: Any) -> int | None:
+        return super().first_length(limit, 1, widths, *best)
 
 
 class FixedCosts(Costs):

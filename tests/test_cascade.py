@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support_runtime import FixedCosts, collect, decode_law, distance, sharpened, target_law, toy_pair
 
+from leadout.engines.base import ANY, FROM_TWO
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import decoder as decoder_module
@@ -33,10 +34,10 @@ FREE = ("suffix", "recycling", "ngram", "auto")
 REPEATS = [4, 5, 6, 4, 5, 6, 4, 5]
 
 
-def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, narrowest=1):
+def cascade(steps=None, *, costs=None, model=False, length="auto", rate=0.8, widths=ANY):
     """The cascade of an ``auto`` row; with ``steps``, of one free drafter that guesses those tokens at ``rate``."""
     costs = costs or FixedCosts()
-    pace = Pace(costs, narrowest)
+    pace = Pace(costs, widths)
     policy = AutoLength(pace) if model else None
     made = Cascade(Settings(draft="auto", draft_length=length), Commons(), pace, policy)
     if steps is not None:
@@ -88,8 +89,8 @@ def test_a_guess_that_promises_hardly_more_than_it_costs_is_left_alone():
 
 
 def test_a_first_draft_that_only_fills_the_least_width_is_worth_any_chance():
-    assert len(choose(cascade([5, 5], rate=0.01, narrowest=2)[0], 9, 0).tokens) == 1
-    assert len(choose(cascade([5, 5], rate=0.01, narrowest=1)[0], 9, 0).tokens) == 0
+    assert len(choose(cascade([5, 5], rate=0.01, widths=FROM_TWO)[0], 9, 0).tokens) == 1
+    assert len(choose(cascade([5, 5], rate=0.01, widths=ANY)[0], 9, 0).tokens) == 0
 
 
 def test_limits_and_fixed_lengths_hold():

@@ -236,7 +236,7 @@ def test_bits_are_the_same_where_somebody_could_compare_them(settings, even):
 def test_where_nobody_could_compare_bits_the_target_steps_by_one(seed, narrowest):
     """And what steps cost is looked up, and noted, by their own width."""
     pair = toy_pair()
-    assert pair[0].spec.narrowest == 2
+    assert pair[0].spec.widths.narrowest == 2
     decoder = Decoder(*pair)
     settings = Settings(max_new_tokens=9, temperature=1.0, draft_length=0, seed=seed)
     for _ in range(2):
@@ -244,9 +244,9 @@ def test_where_nobody_could_compare_bits_the_target_steps_by_one(seed, narrowest
         collect(decoder.decode([([1, 2], settings)]), 1)
         assert {width for _, width in pair[0].calls[-5:]} == {narrowest}
         assert {step.width for step in decoder.costs.counts - before if step.part == "target"} == {narrowest}
-        assert decoder._pace.prices.narrowest == narrowest
+        assert decoder._pace.prices.widths.narrowest == narrowest
         collect(decoder.decode([([1, 2], Settings(max_new_tokens=1))]), 1)  # greedy: by two again
-        assert decoder._pace.prices.narrowest == 2 and pair[0].calls[-1][1] == 2
+        assert decoder._pace.prices.widths.narrowest == 2 and pair[0].calls[-1][1] == 2
 
 
 class Faulty(ToyEngine):

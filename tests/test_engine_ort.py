@@ -16,10 +16,10 @@ from support_graphs import BRANCHING, LOWERINGS, Shape, fused_is_even, reference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, Recurrence
 from leadout.engines import memory, open_engine, ort, ort_step, providers, variants
-from leadout.engines.base import EVEN, ONE_ROW, EvenEngine
+from leadout.engines.base import ANY, EVEN, FROM_TWO, ONE_ROW, EvenEngine
 from leadout.engines.memory import bucket
 from leadout.engines.ort import SlotEngine
-from leadout.engines.rounding import even_from
+from leadout.engines.rounding import even_widths
 from leadout.errors import BundleError, EngineError, UsageError
 
 C = Shape(windows=(None, 8))
@@ -52,7 +52,7 @@ def test_it_computes_the_model_and_picks_its_variant(engine: SlotEngine) -> None
     assert engine.variant == "gqa" and engine.spec.vocab_size == C.vocab
     assert np.abs(engine.forward(row, START)[0] - reference(C, row[0])).max() < 2e-5
     engine.reset(2)
-    assert engine.variant == "grouped" and engine.batch == 2 and engine.spec.narrowest == 2
+    assert engine.variant == "grouped" and engine.batch == 2 and engine.spec.widths.narrowest == 2
     assert np.abs(engine.forward(np.repeat(row, 2, 0), at(0, 0))[1] - reference(C, row[0])).max() < 2e-5
 
 
@@ -119,8 +119,9 @@ def test_every_width_gives_the_same_bits(models: dict[str, Model], precision: st
     row = tokens(C, 1, 40)
     wanted = engine.forward(row, START)[0].copy()
     # in int4 one token may round in a way of its own, by the processor: an engine looks, and says so
-    assert engine.spec.narrowest == 2 if variant not in EVEN else precision == "int4" or engine.spec.narrowest == 1
-    for width in range(engine.spec.narrowest, 10):
+    narrowest = engine.spec.widths.narrowest
+    assert narrowest == 2 if variant not in EVEN else precision == "int4" or narrowest == 1
+    for width in range(narrowest, 10):
         for start in range(0, 40, width):
             piece = row[:, min(start, 40 - width) :][:, :width]
             first = min(start, 40 - width)
@@ -147,13 +148,13 @@ def test_ragged_rows_equal_each_row_alone(models: dict[str, Model], precision: s
 def test_exactness_asks_for_the_variants_that_round_alike(models: dict[str, Model], tmp_path: Path) -> None:
     engine, fused = open_engine(models["fp32"], exact=True), fused_is_even(models["fp32"])
     assert engine.variant == ("gqa_even" if fused else "grouped")  # type: ignore[attr-defined]
-    assert engine.spec.narrowest == 1
+    assert engine.spec.widths.narrowest == 1
     engine.reset(2)
     assert engine.variant == "grouped"  # type: ignore[attr-defined]
     older = write(C, tmp_path)
     kept = {name: older.entry.variants[name] for name in ("canonical", "gqa", "nonpad")}
     old = SlotEngine(Model(older.folder, dataclasses.replace(older.entry, variants=kept)), exact=True)
-    assert old.variant == ("gqa" if fused else "nonpad") and old.spec.narrowest == 2
+    assert old.variant == ("gqa" if fused else "nonpad") and old.spec.widths.narrowest == 2
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -165,8 +166,8 @@ def test_who_asks_for_no_even_rounding_gets_the_bits_of_the_graph_that_has_none(
     if not fused_is_even(models[precision]):
         assert even.variant == "grouped", "which has no other way to step by one"
         return
-    if even.spec.narrowest == 2:  # int4 on some processors: there is no even graph to choose, and none is paid for
-        assert precision == "int4" and even.variant == bare.variant == "gqa" and even_from(even, 1) == 2
+    if even.spec.widths != ANY:  # int4 on some processors: there is no even graph to choose, and none is paid for
+        assert precision == "int4" and even.variant == bare.variant == "gqa" and even_widths(even, 1) == FROM_TWO
         return
     assert isinstance(even, EvenEngine) and even.even
     steps = {}
@@ -443,7 +444,7 @@ def test_a_bundle_without_variants_runs_canonically(models: dict[str, Model], tm
     for name in LOWERINGS | BRANCHING:
         del model.entry.variants[name]  # type: ignore[attr-defined]
     engine = SlotEngine(model, exact=True)
-    assert engine.variant == "canonical" and engine.spec.narrowest == 2
+    assert engine.variant == "canonical" and engine.spec.widths.narrowest == 2
     engine.reset(3)
     assert engine.variant == "canonical"
 

@@ -456,7 +456,7 @@ def test_no_weight_of_a_bundle_is_not_finite(save: Save, tmp_path: Path) -> None
 
 def test_options_outside_their_range(save: Save, tmp_path: Path) -> None:
     source = save()
-    with pytest.raises(UsageError, match=r"int3.*fp32, fp16, int8, int4"):
+    with pytest.raises(UsageError, match=r"int3.*fp32, fp16, int8, int4, int4-128"):
         export_pair(source, None, tmp_path / "out", precision="int3")
     with pytest.raises(UsageError, match="int3"):
         export_pair(source, source, tmp_path / "out", draft_precision="int3")

@@ -118,6 +118,8 @@ def test_the_target_drafts_for_itself_in_fewer_bits_with_listed_tokens(
 def test_what_a_draft_is_made_of() -> None:
     assert choose_draft("t", None, "fp32", None) is None
     assert choose_draft("t", "d", "int8", None) == DraftChoice("d", ("int4", "int8"))
+    assert choose_draft("t", "d", "int4-128", None) == DraftChoice("d", ("int4", "int4-128"))
+    assert choose_draft("t", "self:int4-128", "int8", None) == DraftChoice("t", ("int4-128",), "self")
     assert choose_draft("t", "d", "fp16", None) == DraftChoice("d", ("fp16",))
     assert choose_draft("t", "d", "int8", "fp32") == DraftChoice("d", ("fp32",))
     assert choose_draft("t", "self", "fp32", None) == DraftChoice("t", ("int4",), "self")

@@ -108,7 +108,8 @@ def test_a_step_s_bits_depend_on_no_width(written: Model) -> None:
     for variant in ("gqa_even", "grouped"):
         engine = open_engine(written, variant=variant, exact=True)
         wanted = stepped(engine, row, 48)
-        for width in (engine.spec.narrowest, 2, 3, 7, 24):  # in int4 without AVX-512 a token alone is another matter
+        # in int4 without AVX-512 a token alone is another matter
+        for width in (engine.spec.widths.narrowest, 2, 3, 7, 24):
             assert np.array_equal(stepped(engine, row, width), wanted), (variant, width)
         engine.close()
 

@@ -128,7 +128,7 @@ def test_a_step_s_bits_depend_on_no_width(precision: str, packed: Canonical, tmp
     for variant in ("gqa_even", "grouped"):
         engine = open_engine(written, variant=variant, exact=True)
         wanted = stepped(engine, ROW, 48)
-        for width in (engine.spec.narrowest, 3, 24):  # in int4 without AVX-512 a token alone is another matter
+        for width in (engine.spec.widths.narrowest, 3, 24):  # in int4 without AVX-512 a token alone is another matter
             assert np.array_equal(stepped(engine, ROW, width), wanted), (variant, width)
         engine.close()
 

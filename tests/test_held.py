@@ -135,7 +135,7 @@ class Even(ToyEngine):
 
 def only_sound_slots_begin_an_even_text(*_: Any) -> None:
     """What steps that round in their own way have written is no beginning for a text that must round alike."""
-    stepper, text = Stepper(Even(table_law(11), 11), "target", narrowest=1), list(range(11)) * 4
+    stepper, text = Stepper(Even(table_law(11), 11), "target"), list(range(11)) * 4
     for before, now, found in ((True, True, 40), (False, False, 40), (True, False, 40), (False, True, 0)):
         stepper.reset(1)
         stepper.forget()

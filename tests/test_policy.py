@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from leadout.engines.base import FROM_TWO
 from leadout.runtime.controller.acceptance import Acceptance
 from leadout.runtime.controller.costs import Costs, context_bucket
 from leadout.runtime.controller.gain import cap, pays
@@ -179,7 +180,7 @@ def test_a_length_that_was_not_used_for_long_is_measured_anew_ever_more_rarely()
 def test_a_batch_is_measured_for_itself_at_each_doubling():
     table, lengths = Costs(), []
     for rows in (1, 16, 9, 8, 5, 2):
-        while (length := table.coverage.first_length(16, rows, narrowest=2)) is not None:
+        while (length := table.coverage.first_length(16, rows, FROM_TWO)) is not None:
             lengths.append((rows, length))
             table.record_target(rows, max(length + 1, 2), 1.0)
     assert lengths[10:] == [(16, 1), (16, 3), (9, 1), (9, 3), (5, 1), (5, 3), (2, 1), (2, 3)], "no step is narrower"
@@ -188,7 +189,7 @@ def test_a_batch_is_measured_for_itself_at_each_doubling():
 def test_a_round_pays_its_host_and_its_padding():
     table = costs(per_draft=0.5, per_token=0.3)
     assert Pace(table).prices.with_model(1)[:3] == pytest.approx([1.0, 1.8, 2.6])
-    assert Pace(table, narrowest=2).prices.with_model(1)[0] == pytest.approx(1.3)
+    assert Pace(table, FROM_TWO).prices.with_model(1)[0] == pytest.approx(1.3)
     table.record_host(1, 0.25)
     assert Pace(table).prices.with_model(1)[:3] == pytest.approx([1.25, 2.05, 2.85])
     nothing = Pace(Costs()).prices.with_model(1)

@@ -20,7 +20,7 @@ from leadout.export.graphs.quantize import from_int4, quantize
 
 # Root mean square of the error over that of the logits; random weights, which have no redundancy (real ones lose less).
 # ARM64 adds in fp16 what x86 adds in fp32.
-ERROR = {"fp16": (0.001, 0.008), "int8": (0.02, 0.07), "int4": (0.2, 0.5)}
+ERROR = {"fp16": (0.001, 0.008), "int8": (0.02, 0.07), "int4": (0.2, 0.5), "int4-128": (0.2, 0.6)}
 
 
 def quantised(c: Shape, precision: str) -> ir.Model:
@@ -48,8 +48,8 @@ def test_every_precision_is_near_the_model_in_every_form(precision: str, tied: b
 
 
 def test_a_tied_table_is_stored_once() -> None:
-    for precision, kind in (("int8", np.int8), ("int4", np.uint8), ("fp16", np.float16)):
-        c = Shape(tied=True, vocab=4096)
+    for precision, kind in (("int8", np.int8), ("int4", np.uint8), ("int4-128", np.uint8), ("fp16", np.float16)):
+        c = Shape(tied=True, vocab=4096, hidden=128)
         model = quantised(c, precision)
         tables = [v.const_value for v in model.graph.initializers.values() if v.const_value.size >= c.vocab * 32]
         assert len(tables) == 1 and tables[0].numpy().dtype == kind
@@ -65,7 +65,7 @@ def test_int8_uses_standard_operators_only_and_shares_inputs() -> None:
     assert "MatMul" not in counts
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4", "int4-128"])
 def test_no_value_has_a_shape_and_no_type(precision: str) -> None:
     values = [value for n in quantised(Shape(), precision).graph for value in n.outputs]
     assert [v.name for v in values if v.shape is not None and v.dtype is None] == []  # onnx-ir warns of each, aloud
@@ -107,9 +107,13 @@ def test_rows_of_almost_nothing_stay_that() -> None:
         assert np.abs(found[place] - wanted[place]).max() < 0.02 * np.abs(wanted[place]).max()
 
 
-def test_int4_quantises_the_head() -> None:
-    counts = op_counts(quantised(Shape(), "int4"))
+@pytest.mark.parametrize(("precision", "block"), [("int4", 32), ("int4-128", 128)])
+def test_int4_quantises_the_head(precision: str, block: int) -> None:
+    model = quantised(Shape(tied=True, hidden=128), precision)
+    counts = op_counts(model)
     assert counts["MatMulNBits"] == 2 * 4 + 1 and "MatMul" not in counts
+    coarse = [n for n in model.graph if n.op_type in ("MatMulNBits", "GatherBlockQuantized")]
+    assert len(coarse) == 2 * 4 + 2 and {n.attributes["block_size"].as_int() for n in coarse} == {block}
 
 
 def test_narrow_products_stay() -> None:
@@ -118,7 +122,7 @@ def test_narrow_products_stay() -> None:
 
 
 def test_unknown_precision_is_refused() -> None:
-    with pytest.raises(ExportError, match="'int3' is unknown \\(one of: fp32, fp16, int8, int4\\)"):
+    with pytest.raises(ExportError, match="'int3' is unknown \\(one of: fp32, fp16, int8, int4, int4-128\\)"):
         quantize(graph(Shape()), "int3")
 
 
@@ -129,22 +133,24 @@ def test_int8_rows() -> None:
     assert np.abs(levels * scale[:, None] - rows).max() <= scale.max() / 2
 
 
-def test_int4_blocks_hold_sixteen_levels_around_eight() -> None:
+@pytest.mark.parametrize(("block", "blocks"), [(32, 3), (128, 1)])
+def test_int4_blocks_hold_sixteen_levels_around_eight(block: int, blocks: int) -> None:
     rows = np.random.default_rng(0).normal(size=(3, 70)).astype(np.float32)
-    packed, scale = rows_to_int4(rows)
-    assert packed.shape == (3, 3, 16) and scale.shape == (3, 3)
-    levels = np.stack([packed & 15, packed >> 4], -1).reshape(3, 3, 32).astype(np.int32) - 8
-    back = (levels * scale[..., None]).reshape(3, 96)
+    packed, scale = rows_to_int4(rows, block)
+    assert packed.shape == (3, blocks, block // 2) and scale.shape == (3, blocks)
+    levels = np.stack([packed & 15, packed >> 4], -1).reshape(3, blocks, block).astype(np.int32) - 8
+    back = (levels * scale[..., None]).reshape(3, blocks * block)
     assert np.abs(back[:, :70] - rows).max() <= np.abs(scale).max() + 1e-6
     assert not back[:, 70:].any() and np.allclose(int4_to_rows(packed, scale, 70), back[:, :70])
     assert levels.min() == -8
 
 
+@pytest.mark.parametrize("precision", ["int4", "int4-128"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_int4_goes_back_to_plain_operators_with_the_weights_it_left(tied: bool, tmp_path: Path) -> None:
-    c = Shape(tied=tied, biases=True)
+def test_int4_goes_back_to_plain_operators_with_the_weights_it_left(tied: bool, precision: str, tmp_path: Path) -> None:
+    c = Shape(tied=tied, biases=True, hidden=128 if tied else 64)
     row, start = tokens(c, 1, 24), np.zeros(1, np.int64)
-    coarse = write(c, tmp_path, "int4")
+    coarse = write(c, tmp_path, precision)
     engine = SlotEngine(coarse, variant="canonical")
     wanted = engine.forward(row, start)[0].copy()
     engine.close()

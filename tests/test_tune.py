@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from support_runtime import collect, toy_pair
 
 from leadout.bundle import Bundle, file_entry
+from leadout.engines.base import ANY, FROM_TWO
 from leadout.errors import BundleError
 from leadout.runtime.controller import tuned
 from leadout.runtime.controller.costs import PARTS, Cost, Costs
@@ -64,7 +65,7 @@ def test_a_promise_is_tokens_over_seconds_against_plain() -> None:
     pair.record_host(1, 0.5)
     for tested, accepted in ((2, 2), (2, 1), (1, 0), (2, 2)):
         stats.record(drafted=2, tested=tested, accepted=accepted, tokens=accepted + 1)
-    found = promise(plain, pair, [stats], rows=1, past=0, narrowest=2)
+    found = promise(plain, pair, [stats], rows=1, past=0, widths=FROM_TWO)
     assert found.tokens[:3] == pytest.approx([1.0, 1.75, 1.75 + 0.75 * 2 / 3])
     assert found.round_ms[:3] == pytest.approx([1500, 1750, 2500]) and found.plain_ms == pytest.approx(1250)
     assert found.speedup[:3] == pytest.approx([1.25 / 1.5, 1.75 * 1.25 / 1.75, 2.25 * 1.25 / 2.5])
@@ -84,7 +85,7 @@ def test_a_promise_is_of_rounds_as_slow_as_they_were() -> None:
         pair.record_draft(rows, 2, slowness * 0.5)
     stats.record(drafted=2, tested=2, accepted=2, tokens=3)
     assert pair.slowness(1) == pytest.approx(1.5) and pair.slowness(4) == pytest.approx(9.0) and pair.slowness(7) == 1.0
-    found = promise(plain, pair, [stats], rows=1, past=0, narrowest=1)
+    found = promise(plain, pair, [stats], rows=1, past=0, widths=ANY)
     assert found.round_ms[2] == pytest.approx(1.5 * 1750) and found.plain_ms == pytest.approx(1000)
     assert found.speedup[2] == pytest.approx(3.0 / 2.625)
 
@@ -102,7 +103,7 @@ def test_a_sweep_knows_the_narrowest_step_of_what_it_measured(temperature: float
     sweep = Sweep(*toy_pair(context=400), exact=True)
     collect(sweep.decode([([1, 2], Settings(draft="model", max_new_tokens=150, temperature=temperature))]), 1)
     widths = {step.width for step in sweep.costs.counts if step.part == "target"}
-    assert sweep.narrowest == min(widths) == narrowest
+    assert sweep.widths.narrowest == min(widths) == narrowest
 
 
 def test_groups_are_full() -> None:

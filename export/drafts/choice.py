@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import ExportError, UsageError, shown
 
-BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4}
+BITS = {"fp32": 32, "fp16": 16, "int8": 8, "int4": 4, "int4-128": 4}
 PRECISIONS = tuple(BITS)
 # A draft's precision costs acceptance, never a token of the answer, and beside the target its weights come from memory
 # at every step: the fewest bytes win, unless the pair is made for a GPU.
-DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int4"}
+DRAFT_PRECISIONS = {"fp32": "int4", "fp16": "fp16", "int8": "int4", "int4": "int4", "int4-128": "int4"}
 # One that says a whole draft in one step takes wide steps, in which int8 is the faster: of eight tokens the demo draft
 # takes 0.6 ms in int8 and 1.0 in int4.
-PARALLEL_PRECISIONS = DRAFT_PRECISIONS | {"fp32": "int8", "int8": "int8", "int4": "int8"}
+PARALLEL_PRECISIONS = DRAFT_PRECISIONS | {"fp32": "int8", "int8": "int8", "int4": "int8", "int4-128": "int8"}
 Made = Literal["checkpoint", "self", "mtp"]  # of one of its own, or how the target drafts for itself
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # what config.json calls it (AMD's PARD checkpoints; vLLM reads both)
 

@@ -20,7 +20,7 @@ import numpy as np
 from ...bundle import Bundle, Model, ModelEntry, file_entry
 from ...engines import Engine, open_engine
 from ...engines.foreign import ITSELF
-from ...engines.rounding import even_from, uneven
+from ...engines.rounding import even_widths, uneven
 from ...errors import BundleError, EngineError, ExportError
 from ..checkpoints.conversations import MAP, MORE, in_files, keep_conversations
 from ..checkpoints.pairing import Match, Vocabulary, match
@@ -111,7 +111,7 @@ def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntr
         engine = open_engine(Model(folder, entry), threads=os.cpu_count() or 1)
         try:
             parity = _compare(engine, source, progress)
-            if folder.name == "target" and even_from(engine, engine.spec.narrowest) is None:
+            if folder.name == "target" and even_widths(engine, engine.spec.widths.narrowest) is None:
                 progress(str(uneven("target", ITSELF)))  # others may do, and not every answer has to be exact
         finally:
             engine.close()

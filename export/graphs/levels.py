@@ -8,6 +8,7 @@ import numpy as np
 from .pieces import Array
 
 BLOCK = 32  # weights along K that share a scale
+WIDE_BLOCK = 128
 
 
 def rows_to_int8(rows: Array) -> tuple[Array, Array]:
@@ -33,13 +34,13 @@ def blocks_to_int8(rows: Array) -> tuple[Array, Array]:
     return levels.reshape(rows.shape).view(np.uint8) ^ np.uint8(128), scale.reshape(len(rows), -1)
 
 
-def rows_to_int4(rows: Array) -> tuple[Array, Array]:
-    """[N,K] float -> u8 [N, K/32, 16] (two values a byte, zero is 8) and fp32 scales [N, K/32].
+def rows_to_int4(rows: Array, block: int = BLOCK) -> tuple[Array, Array]:
+    """[N,K] float -> u8 [N, K/block, block/2] (two values a byte, zero is 8) and fp32 scales [N, K/block].
 
     The extreme of a block, with its sign, becomes -8: one level more than scaling by magnitude would use.
     """
     count, width = rows.shape
-    blocks = np.pad(rows.astype(np.float32), ((0, 0), (0, -width % BLOCK))).reshape(count, -1, BLOCK)
+    blocks = np.pad(rows.astype(np.float32), ((0, 0), (0, -width % block))).reshape(count, -1, block)
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
     scale = extreme / np.float32(-8)
     levels = np.clip(np.rint(blocks / np.where(scale == 0, 1, scale)), -8, 7).astype(np.int8) + 8
@@ -49,7 +50,7 @@ def rows_to_int4(rows: Array) -> tuple[Array, Array]:
 
 def int4_to_rows(packed: Array, scale: Array, width: int) -> Array:
     """What ``rows_to_int4`` stands for: fp32 [N, width]."""
-    levels = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], BLOCK).astype(np.float32) - 8
+    levels = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1).astype(np.float32) - 8
     rows: Array = (levels * scale[..., None]).reshape(len(packed), -1)[:, :width]
     return rows
 

@@ -1,12 +1,14 @@
-"""In what numbers weights are stored and multiplied: int8 per row and channel, int4 in blocks of 32, or fp16.
+"""In what numbers weights are stored and multiplied: int8 per row and channel, int4 in blocks, or fp16.
 
 A row of the result must depend on that row alone, whatever stands beside it: speculation is lossless only then. That
-rules out per-tensor dynamic quantisation; it holds for all forms here (from two rows on, bit for bit).
+rules out per-tensor dynamic quantisation; it holds for all forms here (from two rows on, bit for bit; of int4-128 for
+rows in pairs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +16,7 @@ import onnx_ir as ir
 from ...errors import ExportError
 from .experts import experts_apart, quantize_experts, routers_of
 from .half import to_half
-from .levels import BLOCK, columns_to_int4, int4_to_rows, int8_scale, rows_to_int4, to_int8
+from .levels import BLOCK, WIDE_BLOCK, columns_to_int4, int4_to_rows, int8_scale, rows_to_int4, to_int8
 from .linear import Linear, linear_of
 from .pieces import Array, Pieces, piece_of, steps
 from .rewrite import CONTRIB, array_of, constant, dims, graph_inputs, made_by, node, swap, sweep
@@ -22,28 +24,33 @@ from .smooth import Rounding
 
 _FEWEST_COLUMNS = 32  # narrower products cost little
 # What each precision does to a product with weights, for those who fit the model to it first.
-ROUNDINGS = {"int8": Rounding(None, 127, 127), "int4": Rounding(BLOCK, 127, 8)}
+ROUNDINGS = {
+    "int8": Rounding(None, 127, 127),
+    "int4": Rounding(BLOCK, 127, 8),
+    "int4-128": Rounding(WIDE_BLOCK, 127, 8),
+}
 
 
 def quantize(model: ir.Model, precision: str) -> None:
-    """Rewrite a canonical graph in place: ``int8``, ``int4`` or ``fp16``. The LM head and the embedding are included;
+    """Rewrite a canonical graph in place: ``fp16`` or one of ROUNDINGS. The LM head and the embedding are included;
     a tied table is stored once. What makes features of streams stays as it is, and so does what chooses experts.
 
     int8: activations to u8 by the largest magnitude of their row, weights to s8 by that of their output channel,
     MatMulInteger, standard operators only. On an x86 without VNNI whoever opens such a graph has to ask onnxruntime for
-    exact sums (``engines.saturation``). int4: MatMulNBits with activations in int8 (accuracy level 4). fp16: weights,
-    activations and cache; logits stay fp32. Experts of a mixture: ``experts``. Raises ExportError for another name.
+    exact sums (``engines.saturation``). int4: MatMulNBits in blocks of 32 (int4-128: of 128) with activations in int8
+    (accuracy level 4). fp16: weights, activations and cache; logits stay fp32. Experts of a mixture: ``experts``, in
+    blocks of 32. Raises ExportError for another name.
     """
     if precision == "fp16":
         experts_apart(model)
         sweep(model)
         to_half(model)
-    elif precision in ("int8", "int4"):
-        _linears_to(model, _int8 if precision == "int8" else _int4)
-        quantize_experts(model, 8 if precision == "int8" else 4)
+    elif (rounding := ROUNDINGS.get(precision)) is not None:
+        _linears_to(model, _int8 if rounding.block is None else partial(_int4, block=rounding.block))
+        quantize_experts(model, 8 if rounding.block is None else 4)
         _embeddings_to_int8(model)
     else:
-        raise ExportError(f"precision '{precision}' is unknown (one of: fp32, fp16, int8, int4)")
+        raise ExportError(f"precision '{precision}' is unknown (one of: fp32, fp16, {', '.join(ROUNDINGS)})")
     sweep(model)
 
 
@@ -77,7 +84,8 @@ def _unpacked(model: ir.Model, packed: ir.Value, scale: ir.Value, width: int) ->
 def _coarse_table(model: ir.Model, n: ir.Node) -> ir.Value | None:
     """The table in fp32, if ``n`` ends an embedding's lookup in int4, or in int8 with a scale a row."""
     if n.op_type == "GatherBlockQuantized" and (flat := made_by(n.inputs[0], "Reshape")) is not None:
-        return _unpacked(model, flat.inputs[0], n.inputs[2], BLOCK * dims(n.inputs[2])[1])
+        _, blocks, half = dims(flat.inputs[0])
+        return _unpacked(model, flat.inputs[0], n.inputs[2], 2 * half * blocks)
     cast = made_by(n.inputs[0], "Cast") if n.op_type == "Mul" else None
     lookup = made_by(cast.inputs[0], "Gather") if cast is not None else None
     scale = made_by(n.inputs[1], "Gather") if lookup is not None else None
@@ -201,28 +209,28 @@ def _same(a: ir.Value, b: ir.Value) -> bool:
     return None not in dims(a) and dims(a) == dims(b) != ()
 
 
-def _int4(model: ir.Model, linear: Linear) -> ir.Value:
+def _int4(model: ir.Model, linear: Linear, block: int) -> ir.Value:
     before, name = linear.product, str(linear.weight.name)
     count, width = linear.shape
-    scale = np.concatenate([rows_to_int4(linear.part(at))[1] for at in steps((count, width))])
-    table, scales = constant(model, f"{name}.u4", _int4_rows(linear)), constant(model, f"{name}.scale", scale)
-    sizes = {"N": count, "K": width, "bits": 4, "block_size": BLOCK, "accuracy_level": 4}
+    scale = np.concatenate([rows_to_int4(linear.part(at), block)[1] for at in steps((count, width))])
+    table, scales = constant(model, f"{name}.u4", _int4_rows(linear, block)), constant(model, f"{name}.scale", scale)
+    sizes = {"N": count, "K": width, "bits": 4, "block_size": block, "accuracy_level": 4}
     inputs = [before.inputs[0], table, scales]
     result: ir.Value = node(model, before, "MatMulNBits", inputs, domain=CONTRIB, like=before.outputs[0], **sizes)
-    if linear.tied and width % BLOCK == 0:
+    if linear.tied and width % block == 0:
         for lookup in [u for u in linear.weight.consumers() if u.op_type == "Gather"]:
-            _lookup_int4(model, lookup, table, scales)
+            _lookup_int4(model, lookup, table, scales, block)
     return result
 
 
-def _int4_rows(linear: Linear) -> Pieces:
-    """u8 [N, K/32, 16], as ``rows_to_int4`` makes them."""
+def _int4_rows(linear: Linear, block: int) -> Pieces:
+    """u8 [N, K/block, block/2], as ``rows_to_int4`` makes them."""
 
     def make(rows: slice, blocks: slice) -> Array:
-        return rows_to_int4(linear.part(rows))[0][:, blocks]
+        return rows_to_int4(linear.part(rows), block)[0][:, blocks]
 
     count, width = linear.shape
-    return Pieces(make, ir.DataType.UINT8, (count, -(-width // BLOCK), BLOCK // 2), linear.tensor)
+    return Pieces(make, ir.DataType.UINT8, (count, -(-width // block), block // 2), linear.tensor)
 
 
 def _int4_blocks(model: ir.Model, linear: Linear) -> ir.Value | None:
@@ -237,11 +245,11 @@ def _int4_blocks(model: ir.Model, linear: Linear) -> ir.Value | None:
     return result
 
 
-def _lookup_int4(model: ir.Model, lookup: ir.Node, table: ir.Value, scales: ir.Value) -> None:
+def _lookup_int4(model: ir.Model, lookup: ir.Node, table: ir.Value, scales: ir.Value, block: int) -> None:
     shape = constant(model, f"{table.name}.rows", np.array([dims(table)[0], -1], np.int64))
     flat = node(model, lookup, "Reshape", [table, shape])
     inputs = [flat, lookup.inputs[1], scales]
-    layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": 4}
+    layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": block, "bits": 4}
     found = node(model, lookup, "GatherBlockQuantized", inputs, domain=CONTRIB, like=lookup.outputs[0], **layout)
     swap(lookup.outputs[0], found)
     model.graph.remove(lookup, safe=True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from ...engines.base import ANY, Widths
+
 # The start-up measurement: draft lengths in order, and how often each is measured; these rounds write text like others.
 # Batches have a measurement of their own for each doubling of rows, for their costs do not follow from those of one
 # row. The first two lengths already tell roughly what all cost (_ROUGHLY).
@@ -64,14 +66,14 @@ class Coverage:
         return long_ago or self.times(rows, PLAIN) < PLAIN_KNOWN
 
     def first_length(
-        self, limit: int, rows: int = 1, narrowest: int = 1, best: Callable[[], int] | None = None
+        self, limit: int, rows: int = 1, widths: Widths = ANY, best: Callable[[], int] | None = None
     ) -> int | None:
         """The next draft length of the start-up measurement that ``limit`` allows; None when it is done, and nothing of
-        it is stale: what was measured in a bad moment must not be avoided for good. ``narrowest``: the least width the
+        it is stale: what was measured in a bad moment must not be avoided for good. ``widths``: those that the
         target steps with. ``best`` says which length seems to be, as far as is known: once two are measured, only what
         is near to it is worth measuring (without it, all)."""
         lengths, times = _FIRST_TOGETHER if rows > 1 else _FIRST_ALONE
-        places = {length: (rows.bit_length(), max(length + 1, narrowest)) for length in lengths}
+        places = {length: (rows.bit_length(), widths.holding(length + 1)) for length in lengths}
         known = {place for place in places.values() if self._times[place] >= times}
         legal = [length for length in lengths if length <= limit]
         lacking = [length for length in legal if places[length] not in known]

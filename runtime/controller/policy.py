@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from ...engines.base import ANY, Widths
 from ..drafters.confidence import GREEDY_PRIOR, SAMPLED_PRIOR, Sureness, Watch
 from ..drafters.free import Calibration
 from ..prefill import ALL
@@ -44,9 +45,9 @@ class Pace:
     """What all requests of a decoder share about the draft model: prices, the acceptance seen so far, and whether it
     rests."""
 
-    def __init__(self, costs: Costs, narrowest: int = 1) -> None:
-        """``narrowest`` as for ``Prices``."""
-        self.prices = Prices(costs, narrowest)
+    def __init__(self, costs: Costs, widths: Widths = ANY) -> None:
+        """``widths`` as for ``Prices``."""
+        self.prices = Prices(costs, widths)
         self._seen: dict[Kind, Seen] = {}
         self.ledger = Ledger()
         self.survey = Survey(self.prices, self.ledger)

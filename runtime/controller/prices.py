@@ -3,6 +3,7 @@ several rounds at once, for that takes its time and costs change slowly."""
 
 from __future__ import annotations
 
+from ...engines.base import ANY, Widths
 from ..settings import MAX_GUESS_LENGTH
 from .costs import UNKNOWN, Costs
 
@@ -12,22 +13,22 @@ _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something el
 
 class Prices:
     """Expected seconds of rounds, by how many rows share the step; relative ones (``UNKNOWN``) while none is measured.
-    ``past``: the mean context of the rows. ``narrowest``: the least width of the target's steps, which depends on the
+    ``past``: the mean context of the rows. ``widths``: those of the target's steps, which depend on the
     requests. ``reading``: the draft model's seconds for a token of a prompt, 0 while it has read none. ``rereads``:
     whether it reads the accepted tokens of its drafts again."""
 
-    def __init__(self, costs: Costs, narrowest: int = 1) -> None:
-        self.costs, self.narrowest, self.past = costs, narrowest, 0
+    def __init__(self, costs: Costs, widths: Widths = ANY) -> None:
+        self.costs, self.widths, self.past = costs, widths, 0
         self.reading, self.rereads = 0.0, False
         self._steps: dict[int, list[float]] = {}
         self._without: dict[int, list[float]] = {}
         self._with: dict[int, list[float]] = {}
         self._missed: dict[int, float] = {}
 
-    def begin(self, narrowest: int) -> None:
-        """New requests begin, whose target takes no step narrower than that."""
-        if narrowest != self.narrowest:
-            self.narrowest = narrowest
+    def begin(self, widths: Widths) -> None:
+        """New requests begin, whose target takes steps of these widths alone."""
+        if widths != self.widths:
+            self.widths = widths
             self.renew()
 
     def renew(self) -> None:
@@ -39,7 +40,7 @@ class Prices:
         """Seconds of the target's step that verifies 0..63 drafted tokens."""
         if (known := self._steps.get(rows)) is None:
             steps = self.costs.target(rows, self.past) or UNKNOWN
-            widths = (max(length + 1, self.narrowest) for length in range(MAX_GUESS_LENGTH + 1))
+            widths = (self.widths.holding(length + 1) for length in range(MAX_GUESS_LENGTH + 1))
             known = self._steps[rows] = [steps[width] for width in widths]
         return known
 
@@ -48,7 +49,7 @@ class Prices:
         it is while no draft model runs, if that was measured."""
         if (known := self._without.get(rows)) is None:
             host, steps = self.costs.host(rows), self.steps(rows)
-            plain = self.costs.plain(rows, self.narrowest, self.past) or steps[0]
+            plain = self.costs.plain(rows, self.widths.holding(1), self.past) or steps[0]
             known = self._without[rows] = [host + seconds for seconds in (min(plain, steps[0]), *steps[1:])]
         return known
 

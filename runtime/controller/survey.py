@@ -36,7 +36,7 @@ class Survey:
         elif place in self._first:
             first = self._first[place]
         else:
-            first = self._first[place] = self._prices.costs.coverage.first_length(*place, self._prices.narrowest, best)
+            first = self._first[place] = self._prices.costs.coverage.first_length(*place, self._prices.widths, best)
         self._ledger.due |= first is not None
         return first
 
@@ -44,7 +44,7 @@ class Survey:
         """Whether a step without any draft is to be measured next, whoever might draft."""
         place = min(limit, LONGEST_FIRST), rows
         if place not in self._plain:
-            self._plain[place] = self._prices.costs.coverage.first_length(*place, self._prices.narrowest) == 0
+            self._plain[place] = self._prices.costs.coverage.first_length(*place, self._prices.widths) == 0
         wants = self._plain[place] or self._doubts(rows)
         self._ledger.due |= wants
         return wants
