@@ -30,7 +30,7 @@ from support_runtime import (
 )
 from test_block_drafter import BlockLaws
 from test_foreign_draft import byte_level, sentence_piece
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
@@ -79,6 +79,35 @@ def test_only_a_name_stands_for_a_special_token_and_a_text_that_spells_one_is_te
         assert len(text) < 40
     assert tokenizer.decode(text, skip_special_tokens=False) == said
     assert (turn in text) == (" <turn> " in asked.get("grammar", ""))
+
+
+def normalized(tokenizer):
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+
+
+def begun_with_a_space(tokenizer):
+    first = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), first])
+
+
+def without_spaces(tokenizer):
+    tokenizer.add_tokens([AddedToken("true", lstrip=True, rstrip=True)])
+
+
+@pytest.mark.parametrize("change", [normalized, begun_with_a_space, without_spaces])
+@pytest.mark.parametrize("said", ["true", "A  true 12 e\u0301 \u212b"])
+@pytest.mark.parametrize("named", [False, True], ids=["text", "with a name"])
+def test_a_text_that_the_tokenizer_changes_is_written_as_it_stands(change, said, named):
+    tokenizer = byte_level(330)
+    change(tokenizer)
+    asked = {"grammar": f'start: "{said}" <end>'} if named else {"regex": said}
+    grammar = grammars(Codec.of(tokenizer)).of(Settings(**asked), [0])
+    row, text = np.zeros(tokenizer.get_vocab_size(), np.float32), []
+    while (token := int(grammar.within(row, text).argmax())) != 0:
+        text.append(token)
+        assert len(text) < 40
+    assert tokenizer.decode(text) == said
+    grammar.extend(text)
 
 
 @pytest.mark.parametrize("asked", [{"regex": "x.END.y"}, {"regex": "x[^b]{5}y"}, {"json_schema": {"const": "x[END]"}}])
