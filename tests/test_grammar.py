@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from support_ahead import come_as_far_as
 from support_features import Laws
 from support_grammar import END, ended_law, follows, grammars, letters, mask_after, masked, untouched
 from support_runtime import (
@@ -491,12 +492,16 @@ def test_behind_what_is_forbidden_nothing_is_said_and_nothing_raised():
 
 @pytest.mark.parametrize("options", [{"draft_length": 3}, {"draft_length": 5}, {"branches": (2, 2)}], ids=str)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "rule": "rejection", "seed": 1}])
-def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(options, sampling):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+    options, sampling, ahead, monkeypatch
+):
     """After "bbba" no token goes on with "bbbaz"."""
+    come_as_far_as(monkeypatch, None)
     for wanted, draft in (([0.01, 0.97, 0.01, 0.01], 0), ([0.97, 0.01, 0.01, 0.01], 1)):
         laws = np.array(wanted), np.array([0.94 if token == draft else 0.02 for token in range(4)])
         engines = [ToyEngine(lambda context, weights=weights: weights, 4) for weights in laws]
-        decoder = Decoder(*engines, grammars=grammars(ABC))
+        decoder = Decoder(*engines, grammars=grammars(ABC), draft_ahead=ahead)
         request = [1], Settings(regex="bbb(az|bc|bbc)", max_new_tokens=9, draft="model", **options, **sampling)
         if draft == 0:
             (text,), _ = collect(decoder.decode([request], eos_token_ids=[3]), 1)
