@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -208,6 +208,10 @@ class AheadDrafter:
         return None if work is None else work.get()
 
     def _work(self, run: _Run, longest: int) -> None:
+        with suppress(UsageError):  # nothing may follow what is supposed: a text that comes to that is told so there
+            self._go_on(run, longest)
+
+    def _go_on(self, run: _Run, longest: int) -> None:
         if self._stop:
             return
         supposed = suppose(run.row, run.supposed)

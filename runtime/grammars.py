@@ -102,7 +102,8 @@ class Grammars:
             text, stand_in = other.to_str(), other.get_vocab()[_STAND_IN]
             size = max(size, stand_in + 1)
         try:
-            read = text if named else unspelled(text, ends)
+            found = literal(json.loads(text))
+            read = json.dumps(found if named else unspelled(found, ends))
             return LLTokenizer(read, n_vocab=size, eos_token=sorted(ends) if stand_in is None else stand_in), stand_in
         except ValueError as error:
             why = str(error)
@@ -113,13 +114,39 @@ class Grammars:
         raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(why)}")
 
 
-def unspelled(text: str, ends: Collection[int] = ()) -> str:
-    """A ``tokenizer.json`` with names for its special tokens, and for added ones among ``ends``, that no text spells.
+def literal(settings: dict[str, Any]) -> dict[str, Any]:
+    """A ``tokenizer.json``, changed so that it cuts a text as it stands.
+
+    Where a form leaves one text alone to go on with, llguidance takes this tokenizer's cut, and fails where that spells
+    another text: normalised (NFC makes one letter of two), behind a space, or without those beside an added token.
+    """
+    settings["normalizer"] = {"type": "Sequence", "normalizers": _marking(settings["normalizer"])}
+    pre_tokenizers = [settings["pre_tokenizer"]]
+    for each in pre_tokenizers:
+        if each is not None and each["type"] == "ByteLevel":
+            each["add_prefix_space"] = False
+        pre_tokenizers += (each or {}).get("pretokenizers", ())
+    for token in settings["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = False
+    return settings
+
+
+def _marking(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Those normalizers that only write a text's spaces or bytes as the vocabulary does."""
+    if normalizer is None:
+        return []
+    if normalizer["type"] == "Sequence":
+        return [kept for each in normalizer["normalizers"] for kept in _marking(each)]
+    of_spaces = normalizer["type"] == "Replace" and " " in normalizer["pattern"].values()
+    return [normalizer] if of_spaces or normalizer["type"] == "ByteLevel" else []
+
+
+def unspelled(settings: dict[str, Any], ends: Collection[int] = ()) -> dict[str, Any]:
+    """A ``tokenizer.json``, changed: its special tokens, and added ones among ``ends``, have names that no text spells.
 
     Where a form leaves one text alone to go on with, llguidance cuts it by this, and would take "</s>" in it for the
     token, which ends the answer or is no text. For special it takes all added tokens in angle brackets.
     """
-    settings = json.loads(text)
     for token in settings["added_tokens"]:
         token["special"] |= token["id"] in ends
     names = {name: f"{name[:-1]}{_UNSPELLED}{name[-1:]}" for name in map(_special, settings["added_tokens"]) if name}
@@ -132,7 +159,7 @@ def unspelled(text: str, ends: Collection[int] = ()) -> str:
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    return json.dumps(settings)
+    return settings
 
 
 def _special(token: Mapping[str, Any]) -> str:

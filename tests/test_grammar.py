@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from support_ahead import come_as_far_as
 from support_features import Laws
 from support_grammar import END, ended_law, follows, grammars, letters, mask_after, masked, untouched
 from support_runtime import (
@@ -30,7 +31,7 @@ from support_runtime import (
 )
 from test_block_drafter import BlockLaws
 from test_foreign_draft import byte_level, sentence_piece
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
@@ -79,6 +80,35 @@ def test_only_a_name_stands_for_a_special_token_and_a_text_that_spells_one_is_te
         assert len(text) < 40
     assert tokenizer.decode(text, skip_special_tokens=False) == said
     assert (turn in text) == (" <turn> " in asked.get("grammar", ""))
+
+
+def normalized(tokenizer):
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+
+
+def begun_with_a_space(tokenizer):
+    first = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), first])
+
+
+def without_spaces(tokenizer):
+    tokenizer.add_tokens([AddedToken("true", lstrip=True, rstrip=True)])
+
+
+@pytest.mark.parametrize("change", [normalized, begun_with_a_space, without_spaces])
+@pytest.mark.parametrize("said", ["true", "A  true 12 e\u0301 \u212b"])
+@pytest.mark.parametrize("named", [False, True], ids=["text", "with a name"])
+def test_a_text_that_the_tokenizer_changes_is_written_as_it_stands(change, said, named):
+    tokenizer = byte_level(330)
+    change(tokenizer)
+    asked = {"grammar": f'start: "{said}" <end>'} if named else {"regex": said}
+    grammar = grammars(Codec.of(tokenizer)).of(Settings(**asked), [0])
+    row, text = np.zeros(tokenizer.get_vocab_size(), np.float32), []
+    while (token := int(grammar.within(row, text).argmax())) != 0:
+        text.append(token)
+        assert len(text) < 40
+    assert tokenizer.decode(text) == said
+    grammar.extend(text)
 
 
 @pytest.mark.parametrize("asked", [{"regex": "x.END.y"}, {"regex": "x[^b]{5}y"}, {"json_schema": {"const": "x[END]"}}])
@@ -462,12 +492,16 @@ def test_behind_what_is_forbidden_nothing_is_said_and_nothing_raised():
 
 @pytest.mark.parametrize("options", [{"draft_length": 3}, {"draft_length": 5}, {"branches": (2, 2)}], ids=str)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "rule": "rejection", "seed": 1}])
-def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(options, sampling):
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+    options, sampling, ahead, monkeypatch
+):
     """After "bbba" no token goes on with "bbbaz"."""
+    come_as_far_as(monkeypatch, None)
     for wanted, draft in (([0.01, 0.97, 0.01, 0.01], 0), ([0.97, 0.01, 0.01, 0.01], 1)):
         laws = np.array(wanted), np.array([0.94 if token == draft else 0.02 for token in range(4)])
         engines = [ToyEngine(lambda context, weights=weights: weights, 4) for weights in laws]
-        decoder = Decoder(*engines, grammars=grammars(ABC))
+        decoder = Decoder(*engines, grammars=grammars(ABC), draft_ahead=ahead)
         request = [1], Settings(regex="bbb(az|bc|bbc)", max_new_tokens=9, draft="model", **options, **sampling)
         if draft == 0:
             (text,), _ = collect(decoder.decode([request], eos_token_ids=[3]), 1)

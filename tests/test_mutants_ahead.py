@@ -91,9 +91,9 @@ MUTANTS = [
     Mutant("the cache of a dropped draft stays", A, "_settle", "same = agreement(", "same = 99 + 0 * agreement("),
     Mutant("a draft longer than was asked for", A, "_settle", "tokens[:length]", "tokens"),
     Mutant("a cut draft's cache counts", A, "_begin", "row.sequence.cached + len(draft.tokens)", "10**6"),
-    Mutant("the bonus token is not supposed", A, "_work", "run.supposed += guessed", "guessed"),
+    Mutant("the bonus token is not supposed", A, "_go_on", "run.supposed += guessed", "guessed"),
     Mutant(
-        "the verified drafts are not supposed", A, "_work", "suppose(run.row, run.supposed)", "suppose(run.row, [])"
+        "the verified drafts are not supposed", A, "_go_on", "suppose(run.row, run.supposed)", "suppose(run.row, [])"
     ),
     Mutant("history is not supposed", ahead, "suppose", "chain.extend(tokens)", "pass"),
     Mutant("supposing commits", ahead, "suppose", "row.sampler.chain.fork()", "row.sampler.chain"),

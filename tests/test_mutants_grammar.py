@@ -97,8 +97,9 @@ def long_rows_hold(monkeypatch):
 
 
 def dead_ends_are_errors_where_they_are_met(monkeypatch):
+    check = test_grammar.test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft
     for options in ({"draft_length": 3}, {"draft_length": 5}, {"branches": (2, 2)}):
-        test_grammar.test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(options, {})
+        check(options, {}, False, monkeypatch)
 
 
 def what_is_forced_is_drafted(monkeypatch):
