@@ -26,6 +26,7 @@ from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
+from leadout.export.capture.kept import kept  # noqa: E402
 from leadout.export.capture.refusals import context_length  # noqa: E402
 from leadout.export.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from leadout.export.drafts.eagle import FeatureHead  # noqa: E402
@@ -378,6 +379,37 @@ def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_p
     local = tiny("gpt_neo", num_layers=1, attention_types=[[["local"], 1]], window_size=256)
     with pytest.raises(ExportError, match=r"GPTNeoForCausalLM, capture: its attention depends on the cache's capacity"):
         build(local, tmp_path / "target")
+
+
+LATENT = GROUPED | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "layer"),
+    [
+        (
+            "DeepseekV32Config",
+            LATENT | {"index_head_dim": 16, "index_n_heads": 2},
+            "layer 0 keeps a DynamicIndexedLayer",
+        ),
+        (
+            "MiniMaxM3VLTextConfig",
+            GROUPED
+            | {"head_dim": 16, "index_head_dim": 16, "num_local_experts": 4}
+            | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+            "layer 1 keeps a MiniMaxM3VLSparseCacheLayer",
+        ),
+    ],
+    ids=["deepseek_v32", "minimax_m3"],
+)
+def test_a_cache_with_more_in_it_than_a_graph_s_is_refused_by_name(
+    kind: str, changes: dict[str, Any], layer: str
+) -> None:
+    """Before the first step is taken: until as many tokens are there as are chosen, all are attended to."""
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**changes | {"bos_token_id": 1}))
+    with pytest.raises(ExportError, match=rf"ForCausalLM: {layer}, with more in it than keys, values and states"):
+        kept(model)
 
 
 def test_a_graph_that_onnxruntime_cannot_load_is_refused_by_name(tmp_path: Path) -> None:

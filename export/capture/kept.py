@@ -102,6 +102,11 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
     with own_code(type(model).__name__):
         memory, layers = Memory(), _kinds(model)
     for i, layer in enumerate(layers):
+        if _holds_more(layer):
+            raise ExportError(
+                f"{type(model).__name__}: layer {i} keeps a {type(layer).__name__}, with more in it than keys, values"
+                " and states (keys by which it chooses what to attend to, say); a graph keeps no more than these"
+            )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
     cache = Cache(layers=layers) if layers else DynamicCache()
@@ -121,6 +126,12 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
     if not shapes:
         raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
     return tuple(shapes), memory.recurrence()
+
+
+def _holds_more(layer: Any) -> bool:
+    """Whether a layer of transformers' cache is told more of a text than a layer of a graph can be."""
+    told = {name for name in dir(layer) if name.startswith("update")}
+    return not isinstance(layer, Uncached) and any(not hasattr(SlotAndTrailLayer, name) for name in told)
 
 
 def cache_name(model: nn.Module) -> str:
