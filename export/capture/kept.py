@@ -59,16 +59,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotAndTrailLayer(SlotLayer, TrailLayer):
     """A layer that attends and keeps a state, side by side."""
 
-    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory, number_of_states: int) -> None:
+        TrailLayer.__init__(self, memory, number_of_states)
         SlotLayer.__init__(self, keys, values, past_lens)
 
 
 class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
     """A layer that attends and keeps a state, while the shapes of a model's cache are measured."""
 
-    def __init__(self, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
+    def __init__(self, memory: Memory, number_of_states: int) -> None:
+        TrailLayer.__init__(self, memory, number_of_states)
         DynamicLayer.__init__(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -88,9 +88,9 @@ def graph_layers(
         elif not isinstance(kind, LinearAttentionCacheLayerMixin):
             spread.append(SlotLayer(*next(buffers), past_lens))
         elif isinstance(kind, CacheLayerMixin):
-            spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory))
+            spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory, kind.number_of_states))
         else:
-            spread.append(TrailLayer(memory))
+            spread.append(TrailLayer(memory, kind.number_of_states))
     spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
     return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
 
@@ -108,7 +108,8 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
                 " and states (keys by which it chooses what to attend to, say); a graph keeps no more than these"
             )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
+            kind = _MeasuredLayer if isinstance(layer, CacheLayerMixin) else TrailLayer
+            layers[i] = kind(memory, layer.number_of_states)
     cache = Cache(layers=layers) if layers else DynamicCache()
     with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{cache_name(model): cache})
