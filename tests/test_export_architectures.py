@@ -28,8 +28,9 @@ from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
-from leadout.export.capture.kept import kept  # noqa: E402
+from leadout.export.capture.kept import graph_layers, kept  # noqa: E402
 from leadout.export.capture.lowerings import is_complex_turn, lowered  # noqa: E402
+from leadout.export.capture.recurrent import Memory  # noqa: E402
 from leadout.export.capture.refusals import context_length  # noqa: E402
 from leadout.export.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from leadout.export.drafts.eagle import FeatureHead  # noqa: E402
@@ -385,6 +386,28 @@ def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_p
     local = tiny("gpt_neo", num_layers=1, attention_types=[[["local"], 1]], window_size=256)
     with pytest.raises(ExportError, match=r"GPTNeoForCausalLM, capture: its attention depends on the cache's capacity"):
         build(local, tmp_path / "target")
+
+
+def dory() -> Checkpoint:
+    """A layer before, one that is gone through twice, and one behind."""
+    sizes = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "sliding_window": 8}
+    return spread("dory", transformers.DoryConfig(**GROUPED | sizes))
+
+
+def test_a_cache_gets_layers_as_it_goes() -> None:
+    """Dory's, one for each time that a layer is gone through again."""
+    model = dory().model
+    shapes, recurrence = kept(model)
+    past = [torch.zeros(1, shape.heads, 64, width) for shape in shapes for width in (shape.key_dim, shape.value_dim)]
+    _, layers = graph_layers(model, past, torch.zeros(1, dtype=torch.long), Memory())
+    assert len(layers) == len(shapes) == 4 and recurrence is None
+
+
+@pytest.mark.slow
+def test_layers_that_are_gone_through_again(tmp_path: Path) -> None:
+    entry = build(dory(), tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert "gqa" in entry.variants and len(entry.cache) == 4
 
 
 def test_positions_that_are_complex_numbers_turn_heads_as_real_ones_do() -> None:

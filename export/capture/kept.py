@@ -91,7 +91,7 @@ def graph_layers(
             spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory, kind.number_of_states))
         else:
             spread.append(TrailLayer(memory, kind.number_of_states))
-    spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
+    spread += [SlotLayer(*pair, past_lens) for pair in buffers]  # those that it adds as it goes
     return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
 
 
