@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support_captures import folder_of, offer  # noqa: E402
+from transformers.models.llama4 import modeling_llama4  # noqa: E402
 
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
@@ -26,6 +28,9 @@ from leadout.engines.base import EVEN  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
+from leadout.export.capture.kept import graph_layers, kept  # noqa: E402
+from leadout.export.capture.lowerings import is_complex_turn, lowered  # noqa: E402
+from leadout.export.capture.recurrent import Memory  # noqa: E402
 from leadout.export.capture.refusals import context_length  # noqa: E402
 from leadout.export.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from leadout.export.drafts.eagle import FeatureHead  # noqa: E402
@@ -54,6 +59,8 @@ DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_key_head_d
 DELTA |= {"linear_num_value_heads": 4, "linear_value_head_dim": 24}
 DELTA |= {"layer_types": ["linear_attention", "full_attention"]}
 SPACES = GROUPED | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "head_dim": 16}
+LATENT = GROUPED | {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16}
+LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 32}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -128,6 +135,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         | {"mamba_n_heads": 8, "mamba_d_head": 16, "position_embedding_type": "rope"},
         {"gqa", "nonpad"},
     ),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"num_experts_per_tok": 2, "first_k_dense_replace": 0}, {"grouped"}),
     "afmoe": (  # looks at what attention gives by a view
         "AfmoeConfig",
         GROUPED
@@ -378,6 +386,71 @@ def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_p
     local = tiny("gpt_neo", num_layers=1, attention_types=[[["local"], 1]], window_size=256)
     with pytest.raises(ExportError, match=r"GPTNeoForCausalLM, capture: its attention depends on the cache's capacity"):
         build(local, tmp_path / "target")
+
+
+def dory() -> Checkpoint:
+    """A layer before, one that is gone through twice, and one behind."""
+    sizes = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "sliding_window": 8}
+    return spread("dory", transformers.DoryConfig(**GROUPED | sizes))
+
+
+def test_a_cache_gets_layers_as_it_goes() -> None:
+    """Dory's, one for each time that a layer is gone through again."""
+    model = dory().model
+    shapes, recurrence = kept(model)
+    past = [torch.zeros(1, shape.heads, 64, width) for shape in shapes for width in (shape.key_dim, shape.value_dim)]
+    _, layers = graph_layers(model, past, torch.zeros(1, dtype=torch.long), Memory())
+    assert len(layers) == len(shapes) == 4 and recurrence is None
+
+
+@pytest.mark.slow
+def test_layers_that_are_gone_through_again(tmp_path: Path) -> None:
+    entry = build(dory(), tmp_path / "target")
+    assert max(entry.parity.values()) <= 1e-4, entry.parity
+    assert "gqa" in entry.variants and len(entry.cache) == 4
+
+
+def test_positions_that_are_complex_numbers_turn_heads_as_real_ones_do() -> None:
+    """DeepSeek V2's; Llama 4's are for heads behind tokens, and stay as they are."""
+    model, noise = tiny("deepseek_v2", num_hidden_layers=1).model, torch.Generator().manual_seed(3)
+    query, key = (torch.randn(2, heads, 7, 8, generator=noise) for heads in (4, 1))
+    places, code = torch.arange(3, 10)[None].expand(2, 7), sys.modules[type(model).__module__]
+    theirs = code.apply_rotary_emb, torch.polar
+    wanted = code.apply_rotary_emb(query, key, model.model.rotary_emb(query, places))
+    with lowered(model):
+        turns = model.model.rotary_emb(query, places)
+        found = code.apply_rotary_emb(query, key, turns)
+    assert not turns.is_complex() and (code.apply_rotary_emb, torch.polar) == theirs
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
+    assert not is_complex_turn(modeling_llama4.apply_rotary_emb)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "layer"),
+    [
+        (
+            "DeepseekV32Config",
+            LATENT | {"index_head_dim": 16, "index_n_heads": 2},
+            "layer 0 keeps a DynamicIndexedLayer",
+        ),
+        (
+            "MiniMaxM3VLTextConfig",
+            GROUPED
+            | {"head_dim": 16, "index_head_dim": 16, "num_local_experts": 4}
+            | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+            "layer 1 keeps a MiniMaxM3VLSparseCacheLayer",
+        ),
+    ],
+    ids=["deepseek_v32", "minimax_m3"],
+)
+def test_a_cache_with_more_in_it_than_a_graph_s_is_refused_by_name(
+    kind: str, changes: dict[str, Any], layer: str
+) -> None:
+    """Before the first step is taken: until as many tokens are there as are chosen, all are attended to."""
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**changes | {"bos_token_id": 1}))
+    with pytest.raises(ExportError, match=rf"ForCausalLM: {layer}, with more in it than keys, values and states"):
+        kept(model)
 
 
 def test_a_graph_that_onnxruntime_cannot_load_is_refused_by_name(tmp_path: Path) -> None:

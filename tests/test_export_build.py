@@ -181,6 +181,7 @@ def test_a_context_ends_where_tokens_would_be_dropped() -> None:
     with pytest.raises(UsageError, match="between 2 and 100 for doge, not 101"):
         context_length(config, 101)
     assert context_length(transformers.DogeConfig(max_position_embeddings=512)) == 512
+    assert context_length(transformers.WhisperConfig()) == 448, "its decoder's table of positions"
     assert context_length(transformers.LlamaConfig(max_position_embeddings=10**12)) == 2**31 - 1
     for none, config in ((1, transformers.LlamaConfig(max_position_embeddings=1)), (-1, transformers.XLNetConfig())):
         reason = rf"max_position_embeddings in its config\.json, .*, must be 2 or more, not {none}$"

@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from test_export_architectures import build, tiny  # noqa: E402
+from test_export_architectures import GROUPED, build, tiny  # noqa: E402
 
 from leadout.bundle import CacheShape, Model, Recurrence  # noqa: E402
 from leadout.engines import open_engine, ort  # noqa: E402
@@ -27,6 +27,7 @@ from leadout.engines.trails import Trails  # noqa: E402
 from leadout.engines.wrapped import Wrapped  # noqa: E402
 from leadout.errors import EngineError, ExportError, UsageError  # noqa: E402
 from leadout.export.build import export_pair  # noqa: E402
+from leadout.export.capture.kept import kept  # noqa: E402
 from leadout.runtime import check  # noqa: E402
 from leadout.runtime.decoder import Decoder  # noqa: E402
 from leadout.runtime.settings import Settings  # noqa: E402
@@ -86,6 +87,15 @@ def test_the_manifest_says_what_is_kept(models: dict[str, Model]) -> None:
     falcon = models["falcon_h1"].entry.recurrence
     assert falcon is not None and len(falcon.states) == 2 and len(falcon.trails) == 4, "of two layers"
     assert not {"tree", "tree_gqa"} & set(models["qwen3_5"].entry.variants)
+
+
+def test_a_layer_may_have_several_convolutions() -> None:
+    """Inkling's have four, beside attention with a bias that no graph can hold: that is what it is refused for."""
+    heads = {"head_dim": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.InklingTextConfig(**GROUPED | {"num_hidden_layers": 1} | heads | experts)
+    _, recurrence = kept(transformers.AutoModelForCausalLM.from_config(config))
+    assert recurrence == Recurrence(slots=131, context=3, trails=(32, 32, 64, 64))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -59,16 +59,16 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotAndTrailLayer(SlotLayer, TrailLayer):
     """A layer that attends and keeps a state, side by side."""
 
-    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
+    def __init__(self, keys: Tensor, values: Tensor, past_lens: Tensor, memory: Memory, number_of_states: int) -> None:
+        TrailLayer.__init__(self, memory, number_of_states)
         SlotLayer.__init__(self, keys, values, past_lens)
 
 
 class _MeasuredLayer(DynamicLayer, TrailLayer):  # type: ignore[misc]
     """A layer that attends and keeps a state, while the shapes of a model's cache are measured."""
 
-    def __init__(self, memory: Memory) -> None:
-        TrailLayer.__init__(self, memory)
+    def __init__(self, memory: Memory, number_of_states: int) -> None:
+        TrailLayer.__init__(self, memory, number_of_states)
         DynamicLayer.__init__(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -88,10 +88,10 @@ def graph_layers(
         elif not isinstance(kind, LinearAttentionCacheLayerMixin):
             spread.append(SlotLayer(*next(buffers), past_lens))
         elif isinstance(kind, CacheLayerMixin):
-            spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory))
+            spread.append(SlotAndTrailLayer(*next(buffers), past_lens, memory, kind.number_of_states))
         else:
-            spread.append(TrailLayer(memory))
-    spread = spread or [SlotLayer(*pair, past_lens) for pair in buffers]
+            spread.append(TrailLayer(memory, kind.number_of_states))
+    spread += [SlotLayer(*pair, past_lens) for pair in buffers]  # those that it adds as it goes
     return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
 
 
@@ -102,8 +102,14 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
     with own_code(type(model).__name__):
         memory, layers = Memory(), _kinds(model)
     for i, layer in enumerate(layers):
+        if _holds_more(layer):
+            raise ExportError(
+                f"{type(model).__name__}: layer {i} keeps a {type(layer).__name__}, with more in it than keys, values"
+                " and states (keys by which it chooses what to attend to, say); a graph keeps no more than these"
+            )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            layers[i] = _MeasuredLayer(memory) if isinstance(layer, CacheLayerMixin) else TrailLayer(memory)
+            kind = _MeasuredLayer if isinstance(layer, CacheLayerMixin) else TrailLayer
+            layers[i] = kind(memory, layer.number_of_states)
     cache = Cache(layers=layers) if layers else DynamicCache()
     with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{cache_name(model): cache})
@@ -121,6 +127,12 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
     if not shapes:
         raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
     return tuple(shapes), memory.recurrence()
+
+
+def _holds_more(layer: Any) -> bool:
+    """Whether a layer of transformers' cache is told more of a text than a layer of a graph can be."""
+    told = {name for name in dir(layer) if name.startswith("update")}
+    return not isinstance(layer, Uncached) and any(not hasattr(SlotAndTrailLayer, name) for name in told)
 
 
 def cache_name(model: nn.Module) -> str:

@@ -1,5 +1,5 @@
 """Lets some modules become one operator instead of many: root-mean-square norms, rotary positions and experts; and
-replaces attention that torch's exporter does not take.
+replaces what torch's exporter does not take: attention that shares heads, positions as complex numbers.
 
 Each replacement is compared with the code it replaces before it is used; what does not match stays as it is.
 """
@@ -59,8 +59,13 @@ def lowered(*models: nn.Module) -> Iterator[None]:
                 module.forward = by_pairs(module, gate)
                 undo.callback(delattr, module, "forward")
         for code in {sys.modules[type(module).__module__] for module in modules}:
-            rotate = getattr(code, "apply_rotary_pos_emb", None)
-            if not code.__name__.startswith("transformers.models") or rotate is None:
+            if not code.__name__.startswith("transformers.models"):
+                continue
+            if (turn := getattr(code, "apply_rotary_emb", None)) is not None and is_complex_turn(turn):
+                for place, name, ours in ((code, "apply_rotary_emb", turned), (torch, "polar", polar)):
+                    undo.callback(setattr, place, name, getattr(place, name))
+                    setattr(place, name, ours)
+            if (rotate := getattr(code, "apply_rotary_pos_emb", None)) is None:
                 continue
             for whole in (True, False):
                 if is_half_split(rotate, whole=whole):
@@ -146,6 +151,37 @@ def half_split(
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     q, k = (symbolic("RotaryEmbedding", (x, cos, sin), attributes, like=x, version=23) for x in (q, k))
     return q, k
+
+
+def is_complex_turn(turn: Rotary) -> bool:
+    """Is this ``apply_rotary_emb(q, k, turns)`` the product of neighbours in a head, as complex numbers, with complex
+    ``turns`` [B, S, D/2]? torch's exporter does not take these."""
+    noise = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 3, 4, 8, generator=noise), torch.randn(2, 1, 4, 8, generator=noise)
+    angle = torch.randn(2, 4, 4, generator=noise)
+    size = torch.ones_like(angle)
+    try:
+        found = turn(q, k, torch.polar(size, angle))
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False  # another signature: it stays as it is
+    pairs = zip(found, turned(q, k, polar(size, angle)), strict=True)
+    return all(one.shape == other.shape and torch.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+def polar(size: Tensor, angle: Tensor) -> Tensor:
+    """``torch.polar``, real and imaginary part side by side: [..., 2]."""
+    return torch.stack((size * angle.cos(), size * angle.sin()), dim=-1)
+
+
+def turned(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [B, H, S, D], neighbours taken as complex numbers, times ``turns`` [B, S, D/2, 2]."""
+    cos, sin = turns.unsqueeze(1).unbind(-1)
+
+    def turn(x: Tensor) -> Tensor:
+        real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).flatten(-2)
+
+    return turn(q), turn(k)
 
 
 def gate_of(module: nn.Module) -> dict[str, float] | None:

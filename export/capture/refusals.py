@@ -30,7 +30,7 @@ def context_length(config: Any, wanted: int | None = None) -> int:
     Raises UsageError if ``wanted`` is outside its range, ExportError if there is none.
     """
     text = config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
     said = next((name for name in names if getattr(text, name, None)), None)
     limit = 2048 if said is None else int(getattr(text, said))
     limit = max(limit, _stretched(config) or limit)
