@@ -66,17 +66,23 @@ class Worker:
 
     def close(self) -> None:
         """Let the thread finish and end. The next work begins another."""
-        if self._thread is not None and self.running:
+        self.rest()  # a thread that is waited for may count as ended, though it works on, where its end is not awaited
+        if (thread := self._thread) is not None and self.running:
+            self._thread = None  # now: what is put behind the word to end is never done
             self._tasks.put(None)
-            self._thread.join()
+            thread.join()
         self._thread = None
 
     def _start(self) -> None:
         tasks = _Tasks()
         thread = Thread(target=_serve, args=(tasks,), name=self._name, daemon=True)
-        thread.start()
         finalize(self, tasks.put, None).atexit = False  # there ``_close_all`` waits for it, too
         _ALL.add(self)
+        try:
+            thread.start()
+        except BaseException:  # it may have begun
+            tasks.put(None)
+            raise
         self._thread, self._tasks, self._process = thread, tasks, os.getpid()
 
 

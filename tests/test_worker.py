@@ -52,6 +52,25 @@ def test_an_interrupt_waits_for_what_is_being_done() -> None:
     assert count > 3
 
 
+def test_a_thread_whose_end_is_interrupted_is_not_waited_for() -> None:
+    """Behind the word to end nothing is done, and who put something there would wait for ever."""
+    worker, done, count = Worker("ends"), list[int](), 0
+
+    def begin_and_close() -> None:
+        worker.do(lambda: None)
+        worker.close()
+
+    begin_and_close()
+    for number, _ in enumerate(interrupts(begin_and_close, ("worker.py", "threading.py"))):
+        assert is_done(lambda number=number: worker.do(lambda: done.append(number)))  # type: ignore[misc]
+        count += 1
+    worker.close()
+    assert count > 10 and done == list(range(count))
+    for thread in [each for each in threading.enumerate() if each.name == "ends"]:
+        thread.join(5)  # nor does one stay that nobody knows
+        assert not thread.is_alive()
+
+
 def test_the_thread_ends_with_its_worker_and_with_close() -> None:
     def threads() -> int:  # others' may end meanwhile
         return [each.name for each in threading.enumerate()].count("one of its own")
