@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,21 @@ def test_a_window_that_buffers_may_be_as_short_as(tmp_path: Path, window: int, l
     for _ in range(25):
         text.append(int(reference(weights(), np.array(text), window)[-1].argmax()))
     assert found == [text[8:]] * 2
+
+
+@pytest.mark.parametrize("form", [Form(), Form(gqa=True)], ids=["concat", "genai"])
+def test_a_plan_counts_the_slots_that_an_import_allocates(tmp_path: Path, form: Form) -> None:
+    """No more than it has positions, and in steps of 128 however long a text is."""
+    write = genai_directory if form.gqa else directory
+    model = Bundle.read(import_pair(write(tmp_path / "made", decoder(form)), None, tmp_path / "bundle")).model("target")
+    for most, context in ((CONTEXT, 30), (CONTEXT, CONTEXT), (3000, 2100), (3000, 3000)):
+        entry = dataclasses.replace(model.entry, max_context=most)
+        runner = ForeignEngine(dataclasses.replace(model, entry=entry))
+        runner.reset(2)
+        runner.reserve(context + 8)
+        held = [vars(row).get("_buffers") or row._full + row._free for row in runner._rows]
+        planned = plan(entry, Load(provider="cpu", batch=2, draft_length=8, context=context)).cache
+        assert planned == sum(buffer.nbytes for buffers in held for buffer in buffers)
 
 
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:
