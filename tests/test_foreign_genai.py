@@ -160,6 +160,30 @@ def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> 
     assert draft.max_context == CONTEXT and "window" not in draft.note
 
 
+@pytest.mark.parametrize(
+    ("said", "context"),
+    [
+        ({"sliding_window": 9}, 9),
+        ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}, 9),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 2}, CONTEXT),
+        ({"sliding_window": 9, "use_sliding_window": False}, CONTEXT),
+        ({"sliding_window": None}, CONTEXT),
+    ],
+    ids=str,
+)
+def test_so_does_one_that_a_config_json_knows(tmp_path: Path, said: dict[str, Any], context: int) -> None:
+    """As the builder's graphs of Mistral and Phi 3 where they are laid out as onnx-community does."""
+    source = read_source(directory(tmp_path / "made", decoder(Form(gqa=True)), **said))
+    assert source.max_context == context and ("window of 9" in source.note) == (context == 9)
+    assert read_source(directory(tmp_path / "mask", decoder(Form(window=9)), **said)).max_context == CONTEXT
+    assert read_source(directory(tmp_path / "node", decoder(Form(gqa=True, window=9)), **said)).max_context == CONTEXT
+
+
+def test_a_window_of_a_config_json_that_is_too_small_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"config\.json: sliding_window must be at least 3, not 2"):
+        read_source(directory(tmp_path / "made", decoder(Form(gqa=True)), sliding_window=2))
+
+
 @pytest.mark.parametrize("shifts", [False, True], ids=["tables", "positions"])
 def test_a_text_never_grows_from_one_set_of_rope_factors_into_another(tmp_path: Path, shifts: bool) -> None:
     """As the builder writes a Phi's longrope: with a table of each, or both in one and positions that are shifted."""
