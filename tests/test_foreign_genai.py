@@ -154,7 +154,9 @@ def test_a_plan_counts_the_slots_that_an_import_allocates(tmp_path: Path, form: 
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:
     blind = genai_directory(tmp_path / "blind", decoder(Form(gqa=True)), window=9)
     knows = genai_directory(tmp_path / "knows", decoder(Form(gqa=True, window=9)), window=9)
-    bundle = Bundle.read(import_pair(blind, knows, tmp_path / "bundle"))
+    told: list[str] = []
+    bundle = Bundle.read(import_pair(blind, knows, tmp_path / "bundle", progress=told.append))
+    assert "target: context limited to the sliding window of 9: the graph itself has none" in told
     target, draft = (bundle.manifest.models[role] for role in ("target", "draft"))
     assert target.max_context == 9 and "sliding window of 9" in target.note
     assert draft.max_context == CONTEXT and "window" not in draft.note

@@ -72,6 +72,8 @@ def import_pair(
         entries = {}
         for role, source in sources.items():
             progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")
+            if source.note:
+                progress(f"{role}: {source.note}")
             entries[role] = _import_model(source, folder / role, progress)
         if "draft" in sources:
             files = ids.save(folder / "draft", np.arange(sources["draft"].vocab_size))
