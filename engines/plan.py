@@ -106,11 +106,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
             f"capacity must be at most {most} slots (the model's context and a draft of {load.draft_length}), not"
             f" {load.capacity}"
         )
-    slots = load.context + load.draft_length
-    one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
-    coarse = steady("gqa" if one_row else "grouped", load.provider)
-    slots = (load.capacity or slots) if load.built else bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
-    slots = max(slots, model.least_slots or 0)
+    slots = _slots(model, load)
     number, active = _bytes_of_numbers(model, load)
     chunk = MAX_STEP if load.built else ModelSpec.of(model, ANY, trees=False).chunk(load.batch)
     width = max(load.draft_length + 1, min(chunk, load.context))
@@ -149,6 +145,19 @@ def describe(memories: Mapping[str, Memory], load: Load, models: Mapping[str, Mo
     }
     total = sum(memory.total for memory in memories.values())
     return dataclasses.asdict(load) | {"precision": precisions["target"], "models": described, "total": total}
+
+
+def _slots(model: ModelEntry, load: Load) -> int:
+    """Of a row's buffers."""
+    slots = load.context + load.draft_length
+    if load.built:
+        return load.capacity or slots
+    if model.dialect != "slots":
+        grown = -(-slots // foreign.BUCKET) * foreign.BUCKET
+        return max(min(grown, model.max_context), model.least_slots or 0)
+    one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
+    coarse = steady("gqa" if one_row else "grouped", load.provider)
+    return bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
 
 
 def _bytes_of_numbers(model: ModelEntry, load: Load) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..bundle import ModelEntry, file_entry
+from ..bundle import TOKENIZER, ModelEntry, file_entry
 from ..engines.golden import GOLDEN
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
@@ -130,6 +130,9 @@ def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progres
     differently."""
     theirs = open_tokenizer(target)
     save_texts(target, folder, theirs)
+    tokens.save(folder / TOKENIZER)
+    if tokens.note:
+        progress(f"target: {tokens.note}")
     keep_readable(folder, progress)
     if otherwise := other_reading(theirs, tokens):
         progress(f"target: {otherwise}")

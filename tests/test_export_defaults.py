@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from leadout.bundle import GENERATION_CONFIG
+from leadout.bundle import GENERATION_CONFIG, TOKENIZER
 from leadout.errors import ExportError
 from leadout.export.build import export_pair
 from leadout.export.checkpoints.checkpoint import open_tokenizer, other_reading, read_config, vocabulary
@@ -129,3 +130,25 @@ def test_what_transformers_reads_otherwise_is_said(source: Path, tmp_path: Path)
     settings = {"tokenizer_class": "OfItsOwn", "auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     assert open_tokenizer(str(source)) is None and other_reading(None, own) is None
+
+
+def test_special_tokens_that_the_head_has_no_logit_for_become_text(source: Path, tmp_path: Path) -> None:
+    """As in Gemma 3's sizes that read no images, whose tokenizer has a token for one."""
+    tokenizer = Tokenizer.from_file(str(source / TOKENIZER))
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(source / TOKENIZER))
+    said, kept = [], []
+
+    def stop(message: str) -> None:
+        said.append(message)
+        if message.startswith("target: reading"):
+            kept.extend(
+                Tokenizer.from_file(str(path)) for path in tmp_path.glob(f"*/{TOKENIZER}") if path.parent != source
+            )
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_pair(source, None, tmp_path / "out", progress=stop)
+    assert said[0] == "target: no logit for special tokens of its tokenizer.json, whose names become text: '<image>'"
+    assert max(kept[0].encode("a<image>b").ids) < size == kept[0].get_vocab_size() and len(said) == 2

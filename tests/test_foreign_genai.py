@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -135,13 +136,54 @@ def test_a_window_that_buffers_may_be_as_short_as(tmp_path: Path, window: int, l
     assert found == [text[8:]] * 2
 
 
+@pytest.mark.parametrize("form", [Form(), Form(gqa=True)], ids=["concat", "genai"])
+def test_a_plan_counts_the_slots_that_an_import_allocates(tmp_path: Path, form: Form) -> None:
+    """No more than it has positions, and in steps of 128 however long a text is."""
+    write = genai_directory if form.gqa else directory
+    model = Bundle.read(import_pair(write(tmp_path / "made", decoder(form)), None, tmp_path / "bundle")).model("target")
+    for most, context in ((CONTEXT, 30), (CONTEXT, CONTEXT), (3000, 2100), (3000, 3000)):
+        entry = dataclasses.replace(model.entry, max_context=most)
+        runner = ForeignEngine(dataclasses.replace(model, entry=entry))
+        runner.reset(2)
+        runner.reserve(context + 8)
+        held = [vars(row).get("_buffers") or row._full + row._free for row in runner._rows]
+        planned = plan(entry, Load(provider="cpu", batch=2, draft_length=8, context=context)).cache
+        assert planned == sum(buffer.nbytes for buffers in held for buffer in buffers)
+
+
 def test_a_window_the_graph_does_not_know_limits_the_context(tmp_path: Path) -> None:
     blind = genai_directory(tmp_path / "blind", decoder(Form(gqa=True)), window=9)
     knows = genai_directory(tmp_path / "knows", decoder(Form(gqa=True, window=9)), window=9)
-    bundle = Bundle.read(import_pair(blind, knows, tmp_path / "bundle"))
+    told: list[str] = []
+    bundle = Bundle.read(import_pair(blind, knows, tmp_path / "bundle", progress=told.append))
+    assert "target: context limited to the sliding window of 9: the graph itself has none" in told
     target, draft = (bundle.manifest.models[role] for role in ("target", "draft"))
     assert target.max_context == 9 and "sliding window of 9" in target.note
     assert draft.max_context == CONTEXT and "window" not in draft.note
+
+
+@pytest.mark.parametrize(
+    ("said", "context"),
+    [
+        ({"sliding_window": 9}, 9),
+        ({"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]}, 9),
+        ({"sliding_window": 9, "layer_types": ["full_attention"] * 2}, CONTEXT),
+        ({"sliding_window": 9, "use_sliding_window": False}, CONTEXT),
+        ({"sliding_window": None}, CONTEXT),
+    ],
+    ids=str,
+)
+def test_so_does_one_that_a_config_json_knows(tmp_path: Path, said: dict[str, Any], context: int) -> None:
+    """As the builder's graphs of Mistral and Phi 3 where they are laid out as onnx-community does."""
+    source = read_source(directory(tmp_path / "made", decoder(Form(gqa=True)), **said))
+    assert source.max_context == context and ("window of 9" in source.note) == (context == 9)
+    assert read_source(directory(tmp_path / "mask", decoder(Form(window=9)), **said)).max_context == CONTEXT
+    assert read_source(directory(tmp_path / "node", decoder(Form(gqa=True, window=9)), **said)).max_context == CONTEXT
+
+
+def test_a_window_of_a_config_json_that_is_too_small_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"config\.json: sliding_window must be at least 3, not 2"):
+        read_source(directory(tmp_path / "made", decoder(Form(gqa=True)), sliding_window=2))
 
 
 @pytest.mark.parametrize("shifts", [False, True], ids=["tables", "positions"])

@@ -30,7 +30,8 @@ import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
 from leadout.errors import EngineError, ExportError
-from leadout.export.foreign.importing import _match, import_pair
+from leadout.export.checkpoints.pairing import match
+from leadout.export.foreign.importing import _vocabulary, import_pair
 from leadout.export.foreign.source import read_source
 
 
@@ -363,7 +364,8 @@ def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:
     source = read_source(draft)
     wider = dataclasses.replace(source, vocab_size=VOCAB + 8)
     known = Tokenizer.from_file(str(draft / "tokenizer.json")).get_vocab_size()
-    assert _match(read_source(target), wider).outputs.tolist() == [*range(known), *[-1] * (VOCAB + 8 - known)]
+    found = match(_vocabulary(read_source(target)), _vocabulary(wider))
+    assert found.outputs.tolist() == [*range(known), *[-1] * (VOCAB + 8 - known)]
     (draft / "tokenizer.json").write_text("{}")
     assert "not a tokenizer" in refusal(target, tmp_path / "bundle", draft)
     (draft / "tokenizer.json").unlink()
@@ -371,6 +373,21 @@ def test_draft_and_target_must_share_their_tokens(tmp_path: Path) -> None:
     (target / "tokenizer.json").unlink()
     assert "no tokenizer.json" in refusal(target, tmp_path / "bundle", draft)
     assert "no tokenizer.json" in refusal(target, tmp_path / "other")
+
+
+def test_special_tokens_without_a_logit_are_text(tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one for images, also beside the sizes that read none and have no logit for it."""
+    target, draft = (directory(tmp_path / name, decoder()) for name in ("target", "draft"))
+    longer = words()
+    longer.add_special_tokens(["<start>", "<end>", "<image>", "<soft>"])
+    assert longer.token_to_id("<image>") == VOCAB
+    longer.save(str(target / "tokenizer.json"))
+    said: list[str] = []
+    with leadout.load(import_pair(target, draft, tmp_path / "bundle", progress=said.append), threads=1) as pair:
+        assert pair.token_ids("w3 <end> <image> <soft> w4") == [3, VOCAB - 1, 0, 0, 4]
+        assert len(pair.generate("w3", max_new_tokens=4, ignore_eos=True).token_ids) == 4
+    names = "'<image>', '<soft>'"
+    assert f"target: no logit for special tokens of its tokenizer.json, whose names become text: {names}" in said
 
 
 def test_the_configuration_is_taken_at_its_word(tmp_path: Path) -> None:

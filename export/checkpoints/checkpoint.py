@@ -208,7 +208,7 @@ def other_reading(theirs: Any, own: Vocabulary) -> str | None:
     none to compare with."""
     try:
         with quiet():
-            text = PROBE + " ".join(theirs.get_added_vocab())
+            text = PROBE + " ".join(token for token in theirs.get_added_vocab() if token not in own.unknown)
             found = theirs(text)["input_ids"]
     except Exception:  # a class of its own
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ class Vocabulary:
     """The ids of a model's tokens (None if it brings no tokenizer) and how many logits it gives, padding included.
 
     ``added`` are the tokens that stand beside the tokenizer's own: they do not change how other text is cut.
+    ``unknown`` are the names of special tokens that ``path`` has and the model no logit for (Gemma 3's, for images, in
+    the sizes that read none): they are neither in ``ids`` nor in ``tokenizer``, where their names are text.
     """
 
     source: str
@@ -31,6 +34,7 @@ class Vocabulary:
     added: frozenset[str] = frozenset()
     path: Path | None = None
     tokenizer: Any = None
+    unknown: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, source: str, path: Path | None, logits: int) -> Vocabulary:
@@ -38,13 +42,45 @@ class Vocabulary:
         if path is None:
             return cls(source, None, logits)
         try:
-            tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            tokenizer, unknown = _known(Tokenizer.from_str(text), text, logits)
         except Exception as error:  # tokenizers raises bare Exception
             raise ExportError(f"{path}: not a tokenizer: {error}") from None
         tokenizer.no_truncation()  # as it was used in training, where lines were cut and filled up
         tokenizer.no_padding()
         added = frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values())
-        return cls(source, dict(tokenizer.get_vocab(with_added_tokens=True)), logits, added, path, tokenizer)
+        ids = dict(tokenizer.get_vocab(with_added_tokens=True))
+        return cls(source, ids, logits, added, path, tokenizer, unknown)
+
+    @property
+    def note(self) -> str:
+        """What of the file is left out, for people; empty if nothing is."""
+        names = ", ".join(map(repr, self.unknown))
+        return f"no logit for special tokens of its tokenizer.json, whose names become text: {names}" if names else ""
+
+    def save(self, place: Path) -> None:
+        """Write the file, without what is ``unknown``. There must be one."""
+        assert self.path is not None
+        if not self.unknown:
+            shutil.copyfile(self.path, place)
+            return
+        text = _without(self.path.read_text(encoding="utf-8"), self.unknown)
+        place.write_text(text, encoding="utf-8")
+
+
+def _known(tokenizer: Tokenizer, text: str, logits: int) -> tuple[Tokenizer, tuple[str, ...]]:
+    """A tokenizer without the special tokens that the model has no logit for, and their names. Other tokens stay, for
+    text is cut into them."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    unknown = tuple(token.content for i, token in added if token.special and i >= logits)
+    return (Tokenizer.from_str(_without(text, unknown)) if unknown else tokenizer), unknown
+
+
+def _without(text: str, names: tuple[str, ...]) -> str:
+    """A ``tokenizer.json`` without added tokens of these names."""
+    settings = json.loads(text)
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["content"] not in names]
+    return json.dumps(settings, ensure_ascii=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -53,14 +89,14 @@ class Match:
 
     ``outputs`` int64 [V_d]: the target's id of each of the draft's logits, -1 for none; ``inputs`` int64 [V_t]: the
     draft's id of each of the target's, None where they are the same; ``note``: what differs, for people;
-    ``tokenizer``: the draft's file, if it cuts text into other tokens.
+    ``tokenizer``: the draft's, if it cuts text into other tokens.
     """
 
     outputs: Ids
     inputs: Ids | None
     target_logits: int
     note: str = ""
-    tokenizer: Path | None = None
+    tokenizer: Vocabulary | None = None
 
     @property
     def columns(self) -> Ids:
@@ -76,7 +112,7 @@ class Match:
         arrays = {"outputs": outputs} | ({} if self.inputs is None else {"inputs": self.inputs})
         np.savez_compressed(folder / VOCABULARY, **arrays)  # type: ignore[arg-type]  # numpy's stubs confuse names and flags
         if self.tokenizer is not None:
-            shutil.copyfile(self.tokenizer, folder / TOKENIZER)
+            self.tokenizer.save(folder / TOKENIZER)
         return {name: file_entry(folder / name) for name in (VOCABULARY, TOKENIZER) if (folder / name).is_file()}
 
 

@@ -49,7 +49,7 @@ def match_bytes(target: Vocabulary, draft: Vocabulary) -> Match:
         f"another tokenizer: {shared} of its {len(theirs)} tokens ({shared / len(theirs):.0%}) are among the target's"
         f" {len(ours)}"
     )
-    return Match(outputs, None, target.logits, note, draft.path)
+    return Match(outputs, None, target.logits, note, draft)
 
 
 def require_coverage(source: str, logits: NDArray[np.float32], columns: Ids) -> None:

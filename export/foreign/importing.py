@@ -1,4 +1,4 @@
-"""How models that other exporters wrote become a bundle: their files unchanged, their word for nothing taken.
+"""How models that other exporters wrote become a bundle: their graphs unchanged, their word for nothing taken.
 
 There is no transformers to compare with here, so there is no ``golden.npz``. What is checked instead is what
 speculation needs: the same tokens must get the same logits in one step, in several with roll-backs between, in a
@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle import Bundle, Model, ModelEntry, file_entry
+from ...bundle import TOKENIZER, Bundle, Model, ModelEntry, file_entry
 from ...engines import Engine, open_engine
 from ...engines.foreign import ITSELF
 from ...engines.rounding import even_widths, uneven
 from ...errors import BundleError, EngineError, ExportError
 from ..checkpoints.conversations import MAP, MORE, in_files, keep_conversations
-from ..checkpoints.pairing import Match, Vocabulary, match
+from ..checkpoints.pairing import Vocabulary, match
 from ..writing import TEXTS, Progress, aside, destination, write_manifest
 from .graph import inside
 from .source import Source, read_source
@@ -58,17 +58,22 @@ def import_pair(
         )
     if not (target.root / "tokenizer.json").is_file():
         raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
-    _require_logits(target)
+    tokens = _vocabulary(target)
+    _require_logits(target, tokens)
+    if tokens.note:
+        progress(f"target: {tokens.note}")
     if target.unmet:
         progress(f"target: {target.unmet}")
     if "draft" in sources:
-        ids = _match(target, sources["draft"])
+        ids = match(tokens, _vocabulary(sources["draft"]))
         if ids.note:
             progress(f"draft: {ids.note}")
     with aside(place, progress) as folder:
         entries = {}
         for role, source in sources.items():
             progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")
+            if source.note:
+                progress(f"{role}: {source.note}")
             entries[role] = _import_model(source, folder / role, progress)
         if "draft" in sources:
             files = ids.save(folder / "draft", np.arange(sources["draft"].vocab_size))
@@ -76,6 +81,7 @@ def import_pair(
         for name in TEXTS:
             if (target.root / name).is_file():
                 _copy(target.root / name, target.root, folder)
+        tokens.save(folder / TOKENIZER)
         for path in (target.root / MAP, *(target.root / MORE).glob("*.jinja")):
             _require_inside(path, target.root)
         keep_conversations(folder, *in_files(target.root))
@@ -207,20 +213,14 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max())
 
 
-def _match(target: Source, draft: Source) -> Match:
-    """Token ids must mean the same to both, or a map between them be possible: graphs are not cut or padded here."""
-    return match(_vocabulary(target), _vocabulary(draft))
-
-
 def _vocabulary(source: Source) -> Vocabulary:
     path = source.root / "tokenizer.json"
     return Vocabulary.read(str(source.root), path if path.is_file() else None, source.vocab_size)
 
 
-def _require_logits(target: Source) -> None:
-    """Raise ExportError for a tokenizer that is none, or gives an id that the graph has no logit for."""
-    ids = _vocabulary(target).ids
-    most = max(ids.values(), default=-1) if ids else -1
+def _require_logits(target: Source, tokens: Vocabulary) -> None:
+    """Raise ExportError for a tokenizer that gives text an id which the graph has no logit for."""
+    most = max((tokens.ids or {}).values(), default=-1)
     if most >= target.vocab_size:
         raise ExportError(
             f"{target.root / 'tokenizer.json'}: its ids go up to {most}, the logits of {target.graph.path.name} to"

@@ -140,7 +140,9 @@ def _concat(root: Path, place: Path) -> Source:
     defaults = root / GENERATION_CONFIG
     generation = Fields.read(root, GENERATION_CONFIG) if defaults.exists() else Fields(defaults, {})
     graph = read_graph(_choose(root) if place.is_dir() else place, root)
-    limit, note = _turning(graph, *_context(config))
+    limit, note = _turning(graph, *_within(_window(config, graph), *_context(config)))
+    if limit < _LEAST:
+        raise ExportError(f"{config.path}: sliding_window must be at least {_LEAST}, not {limit}")
     named = [*config.names("architectures"), config.text("model_type") or "unknown"]
     return Source(
         root=root,
@@ -175,9 +177,8 @@ def _genai(root: Path, place: Path) -> Source:
     if limit is None:
         raise ExportError(f"{config.path}: model.context_length is missing; it must be from {_LEAST} to {_MOST}")
     window = decoder.section("sliding_window").integer("window_size", -1) or 0
-    if 0 < window < limit and not graph.windowed:
-        # the graph attends to everything and relies on a runtime that forgets; inside one window both are the same
-        limit, note = window, f"context limited to the sliding window of {window}: the graph itself has none"
+    if not graph.windowed:
+        limit, note = _within(window, limit, note)
     limit, note = _turning(graph, limit, note)
     if limit < _LEAST:
         raise ExportError(f"{config.path}: sliding_window.window_size must be at least {_LEAST}, not {limit}")
@@ -227,6 +228,24 @@ def _context(config: Fields) -> tuple[int, str]:
             if fields.values.get(name) and (limit := fields.integer(name, _LEAST)):
                 return limit, _one_set(limit) if kind == "longrope" else ""
     raise ExportError(f"{config.path}: says no context length (one of: {', '.join(_CONTEXT)})")
+
+
+def _window(config: Fields, graph: Graph) -> int:
+    """That of a model whose fused attention should have one and has none; 0 for others. (Other graphs have theirs in
+    what they make of the mask.)"""
+    kinds = config.names("layer_types")
+    unused = config.values.get("use_sliding_window") is False or (kinds and "sliding_attention" not in kinds)
+    if unused or graph.windowed or not graph.in_place:
+        return 0
+    return config.integer("sliding_window", -1) or 0
+
+
+def _within(window: int, limit: int, note: str) -> tuple[int, str]:
+    """No more positions than a window that the graph does not have: it attends to everything and relies on a runtime
+    that forgets; inside one window both are the same."""
+    if not 0 < window < limit:
+        return limit, note
+    return window, f"context limited to the sliding window of {window}: the graph itself has none"
 
 
 def _turning(graph: Graph, limit: int, note: str) -> tuple[int, str]:
