@@ -7,6 +7,7 @@ import pytest
 from support_runtime import FixedCosts, collect, parallel, toy_pair
 from test_mutants import Mutant, must_die
 
+from leadout.engines.base import ANY
 from leadout.engines.priced import Clock, Priced
 from leadout.engines.toy import ToyEngine
 from leadout.runtime import decoder, stats, tune
@@ -46,7 +47,7 @@ def a_round_takes_what_was_promised(*_):
         pair = engines(clock)
         plain.record_target(1, 1, 1e-3 * TARGET)
         sweep = tune.Sweep(*pair, exact=False)
-        found = tune.promise(plain, sweep.costs, texts(sweep, clock, **how), 1, 80, 1, rereads=sweep.rereads)
+        found = tune.promise(plain, sweep.costs, texts(sweep, clock, **how), 1, 80, ANY, rereads=sweep.rereads)
         accepted = 0.0
         for length in (1, 2, 4, 6):
             seen = texts(decoder.Decoder(*pair, exact=False), clock, draft_length=length, **how)

@@ -126,9 +126,9 @@ def test_observing_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_the_error_expected_is_the_error_found(precision: str) -> None:
     """Of a product whose channels differ: within a fifth, however they are scaled."""
     rounding, rng = ROUNDINGS[precision], np.random.default_rng(0)
-    channels = np.exp(rng.normal(size=192))
-    seen = rng.normal(size=(200, 192)) * channels
-    weights = rng.normal(size=(160, 192))
+    channels = np.exp(rng.normal(size=256))
+    seen = rng.normal(size=(200, 256)) * channels
+    weights = rng.normal(size=(160, 256))
     energy, share = (weights**2).sum(0), 1 / (seen**2).sum(1)
     for exponent in (0.0, 0.3, 0.6, 1.0):
         scale = channels**exponent

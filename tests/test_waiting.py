@@ -10,6 +10,7 @@ from support_runtime import FixedCosts, collect, toy_pair
 from test_bill import a_pace, spoiled
 from test_mutants import Mutant, must_die
 
+from leadout.engines.base import FROM_TWO
 from leadout.runtime import decoder as decoder_module
 from leadout.runtime.controller import policy
 from leadout.runtime.controller.costs import Costs
@@ -64,10 +65,10 @@ def test_prices_are_of_the_width_that_the_target_steps_with_now() -> None:
             costs.record_target(1, width, took)
     prices = Prices(costs)
     assert prices.steps(1)[0] == 1.0
-    prices.begin(2)
+    prices.begin(FROM_TWO)
     assert prices.steps(1)[0] == prices.steps(1)[1] == 5.0
     kept = prices.steps(1)
-    prices.begin(2)
+    prices.begin(FROM_TWO)
     assert prices.steps(1) is kept
 
 
