@@ -7,12 +7,14 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from decimal import Decimal
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from ..errors import EngineError, UsageError
+from .aside import Aside
 from .grammar import Compiled, Grammar, reason
 from .settings import Settings
 from .text import Codec
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _KEPT = 32  # compiled grammars
+_LONGEST = 1_000_000  # bytes of a grammar's text
+# llguidance recurses from each rule or schema to those it names: up to 930 bytes of stack for a byte of text, on x86-64
+_STACK, _STACK_A_BYTE = 2**24, 2048
+_LARGEST = 100_000  # multiple: an automaton has a state for each remainder
+_SECONDS = 30.0  # what it compiles in time takes one or two
 _STAND_IN = "<|leadout: no end|>"
 _UNSPELLED = "\U0010ffff"  # no character, and so in no text
 _LITERAL = re.compile(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/|//.*')  # or a comment, of a grammar in Lark
@@ -36,19 +43,30 @@ class Grammars:
         self._codec, self._size = codec, size
         self._kept: OrderedDict[tuple[str, str, frozenset[int]], Compiled] = OrderedDict()
         self._tokenizers: dict[bool, tuple[frozenset[int], LLTokenizer, int | None]] = {}  # the last of each kind
+        self._compiling: dict[tuple[str, str, frozenset[int]], Aside[Compiled]] = {}
         self._lock = RLock()  # a signal handler may ask, too, or make all be forgotten
 
     def of(self, settings: Settings, ends: Collection[int]) -> Grammar | None:
         """What ``settings`` ask for, before the first token of an answer that ends with one of ``ends``; None where
-        they ask for none. Raises UsageError for what cannot be compiled, EngineError without llguidance."""
+        they ask for none. Raises UsageError for what cannot be compiled, or not in time (that goes on until it is done,
+        and is refused at once if it is asked for again), EngineError without llguidance."""
         if (asked := settings.asked_grammar) is None:
             return None
         key = (*asked, frozenset(ends))
         with self._lock:
-            kept = self._kept
-            kept[key] = compiled = kept.pop(key, None) or self._compile(*key)
-            while len(kept) > _KEPT:
-                kept.popitem(last=False)
+            if (compiled := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return Grammar(compiled)
+            self._compiling = {each: job for each, job in self._compiling.items() if each == key or not job.wait(0.0)}
+            if (job := self._compiling.get(key)) is None:
+                job = self._compiling[key] = self._compile(*key)
+        if not job.wait(_SECONDS):  # with no lock held, for others may ask for what is kept
+            raise UsageError(f"{key[0]} takes llguidance more than {_SECONDS:.0f} seconds to compile")
+        with self._lock:
+            self._compiling.pop(key, None)
+            self._kept[key] = compiled = job.result()
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
             return Grammar(compiled)
 
     def forget(self) -> None:
@@ -56,12 +74,16 @@ class Grammars:
         with self._lock:
             self._kept = OrderedDict()
 
-    def _compile(self, name: str, text: str, ends: frozenset[int]) -> Compiled:
+    def _compile(self, name: str, text: str, ends: frozenset[int]) -> Aside[Compiled]:
         try:
             from llguidance import LLMatcher
         except ImportError:
             missing = f"{name} needs llguidance, which is not installed"
             raise EngineError(f"{missing}: pip install 'leadout[grammar]'") from None
+        if (size := len(text.encode())) > _LONGEST:
+            raise UsageError(f"{name} must be a text of at most {_LONGEST} bytes, not of {size}")
+        if name == "json_schema":
+            check_multiples(text)
         lark = _LITERAL.sub("", text) if name == "grammar" else ""
         if _TEMPERATURE.search(lark):
             raise UsageError("grammar: a rule has no temperature of its own: that is a setting of the request")
@@ -72,15 +94,19 @@ class Grammars:
         }
         named = "<" in lark  # it may ask for a special token by its name
         tokenizer, stand_in = self._read(name, ends, named=named)
-        try:
-            matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
-        except ValueError as error:
-            raise UsageError(f"{name} cannot be compiled: {reason(str(error))}") from None
-        if matcher.is_error():
-            raise UsageError(f"{name} cannot be compiled: {reason(matcher.get_error())}")
-        compiled = Compiled(name, matcher, self._size, ends, stand_in, named)
-        Grammar(compiled).check()
-        return compiled
+
+        def compiled() -> Compiled:
+            try:
+                matcher = LLMatcher(tokenizer, reads[name](text), log_level=0)
+            except ValueError as error:
+                raise UsageError(f"{name} cannot be compiled: {reason(str(error))}") from None
+            if matcher.is_error():
+                raise UsageError(f"{name} cannot be compiled: {reason(matcher.get_error())}")
+            made = Compiled(name, matcher, self._size, ends, stand_in, named)
+            Grammar(made).check()
+            return made
+
+        return Aside(compiled, _STACK + _STACK_A_BYTE * size)
 
     def _read(self, name: str, ends: frozenset[int], *, named: bool) -> tuple[LLTokenizer, int | None]:
         """The tokenizer as llguidance has it, for texts with these ends, and the id that stands for one if there is
@@ -112,6 +138,25 @@ class Grammars:
                 raise
             why = f"panic: {error}"
         raise UsageError(f"{name}: llguidance cannot read this tokenizer: {reason(why)}")
+
+
+def check_multiples(schema: str) -> None:
+    """Raise UsageError for a ``multipleOf`` whose digits, without zeros at the end, are too large a number: llguidance
+    would compile it for minutes or hours, and take gigabytes for it."""
+    left = [json.loads(schema, parse_float=Decimal)]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += [each for key, each in value.items() if key not in ("const", "enum", "default", "examples")]
+            if isinstance(step := value.get("multipleOf"), (int, Decimal)):
+                digits = Decimal(step).as_tuple().digits
+                if int("".join(map(str, digits)).rstrip("0") or 0) > _LARGEST:
+                    raise UsageError(
+                        f"json_schema: the digits of multipleOf, without zeros at the end, must be a number of at most"
+                        f" {_LARGEST}, not those of {reason(str(step))}"
+                    )
 
 
 def literal(settings: dict[str, Any]) -> dict[str, Any]:
