@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ..errors import UsageError
 from .decoder import Event
@@ -77,6 +77,10 @@ class Taken(Iterator[T]):
             " one thread"
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Neither copied nor sent to another process: a copy would take pieces away from it."""
+        raise UsageError("a stream, or answers that are still to come, cannot be copied or pickled")
+
 
 class Stream(Iterator[Piece]):
     """Pieces of one answer as they come; afterwards ``result`` is the whole."""
@@ -91,6 +95,9 @@ class Stream(Iterator[Piece]):
                 return item
             self._result = item
         raise StopIteration
+
+    def __reduce__(self) -> NoReturn:
+        self._items.__reduce__()
 
     @property
     def result(self) -> Result:

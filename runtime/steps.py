@@ -210,7 +210,7 @@ class Stepper:
             index = None if index is None else np.pad(index, ((0, more), (0, 0)))
         step, wanted = self.engine.forward, width if index is None else index.shape[1]
         if index is not None and index.size % self._fewest:
-            index = np.pad(index, ((0, 0), (0, 1)), mode="edge")
+            index = np.concatenate([index, index[:, -1:]], axis=1)
         columns = width if index is None else index.shape[1]
         logits = self._checked(pieces, past, width, lambda tokens, lens: step(tokens, lens, index), columns)
         logits = logits[:rows] if more else logits

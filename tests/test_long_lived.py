@@ -88,6 +88,13 @@ def test_a_pair_is_not_copied(tiny_bundle: Path, take: Any) -> None:
         take(pair)
 
 
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_is_still_to_come_is_not_copied(tiny_bundle: Path, take: Any) -> None:
+    """A copy would take pieces away from it."""
+    with leadout.load(tiny_bundle) as pair, pytest.raises(UsageError, match="cannot be copied or pickled"):
+        take(pair.stream("def f(x):", max_new_tokens=4))
+
+
 def test_an_interrupt_while_onnxruntime_loads_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> Any:
         raise ImportError("initialization failed") from KeyboardInterrupt()  # as pybind11 does

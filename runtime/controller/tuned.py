@@ -97,11 +97,12 @@ def _write(bundle: Bundle, device: Device, costs: Sequence[Cost]) -> Path:
         aside.chmod(stat.S_IMODE((bundle.path / MANIFEST).stat().st_mode) | stat.S_IWUSR)
         aside.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         raise BundleError(
             f"cannot write '{path}': {error.strerror or error}; tune a copy of the bundle, or use --no-save"
         ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink()
     return path
 
 
