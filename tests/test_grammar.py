@@ -681,9 +681,9 @@ def test_a_grammar_is_compiled_once_kept_and_forgotten(monkeypatch):
     for count in range(1, 41):
         made.of(Settings(regex=f"a{{{count}}}"), [LAST])
     assert len(made._kept) == 32
-    made.of(Settings(regex="a{9}"), [LAST])  # the oldest, until now
-    made.of(Settings(regex="b"), [LAST])
-    made.of(Settings(regex="a{9}"), [LAST])
+    # the latest; the oldest, until now; another; and again
+    for regex in ("a{40}", "a{9}", "b", "a{9}"):
+        made.of(Settings(regex=regex), [LAST])
     assert len(compiled) == 43
 
 
