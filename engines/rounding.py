@@ -56,9 +56,9 @@ def rounded_alike(engine: Engine, widths: Widths) -> ModelSpec:
 def _fewest_logits(engine: Engine, widths: Widths) -> int:
     """Whether the logits of one token alone are those it has among others (1) or not (2, the least number to ask
     for)."""
-    tokens, step = _probe(engine), widths.holding(1)
+    tokens, step = _probe(engine)[:, :_ALONE], widths.holding(1)
     together = _stepped(engine, tokens, _whole(tokens))
-    for past in range(0, min(_ALONE, tokens.shape[1]) - step + 1, step):
+    for past in range(0, tokens.shape[1] - step + 1, step):
         last = np.array([[step - 1]])
         alone = engine.forward(tokens[:, past : past + step], np.array([past]), last)
         if not np.array_equal(np.array(alone, np.float32)[0, 0], together[past + step - 1]):

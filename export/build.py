@@ -302,7 +302,8 @@ def export_first(canonical: Canonical, folder: Path, precisions: Sequence[str], 
 
 def export_model(canonical: Canonical, folder: Path, precision: str, progress: Progress) -> ModelEntry:
     """Quantise, lower; check after each. Writes everything of one model into ``folder``."""
-    entry = dataclasses.replace(canonical.entry, directory=folder.name, precision=precision.partition("-")[0])
+    bits = precision.partition("-")[0]  # whoever runs a graph finds the size of its blocks in it
+    entry = dataclasses.replace(canonical.entry, directory=folder.name, precision=bits)
     truth, parity, files = canonical.truth, dict(entry.parity), {"canonical": GRAPH}
     save_golden(truth, folder / GOLDEN)
     cache_type, left = _save(canonical, folder / GRAPH, precision)

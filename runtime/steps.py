@@ -22,6 +22,7 @@ from ..engines.base import (
     Sight,
     Tokens,
     TreeEngine,
+    Widths,
     row_step,
 )
 from ..errors import EngineError, LeadoutError
@@ -45,7 +46,7 @@ class Stepper:
     def __init__(self, engine: Engine, name: str, *, exact: bool = False) -> None:
         self.engine, self.name = engine, name
         self._alike = (engine.spec.widths, engine.spec.fewest_logits) if exact else (ANY, 1)
-        self.widths, self._fewest = self._alike
+        self._keep_to(*self._alike)
         self._recording = engine if isinstance(engine, RecordingEngine) and engine.recording is not None else None
         self._row_step = row_step(engine) if self._recording is None else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
@@ -120,7 +121,7 @@ class Stepper:
         """The same, but [B, max(counts), V], of which only [b, :counts[b]] is meant: the logits after each of row b's
         last counts[b] tokens."""
         step, (piece, *others) = self._row_step, pieces
-        if others or step is None or not self._fits(len(piece)) or len(piece) > _SEVERAL:
+        if others or step is None or len(piece) not in self._short:
             return self._ending(pieces, past, counts)
         if past[0] + len(piece) > self.engine.capacity:
             return self._ending(pieces, past, counts)
@@ -143,8 +144,8 @@ class Stepper:
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
         step, engine = self._row_step, self.engine
-        fits = self._fits(len(piece)) and self._fewest == 1 and len(piece) <= _SEVERAL
-        if step is None or not fits or past + len(piece) > engine.capacity:
+        alone = self._fewest == 1 and len(piece) in self._short
+        if step is None or not alone or past + len(piece) > engine.capacity:
             only: LogitRow = self.last_logits([piece], [past])[0]
         else:
             only = self._row_logits(step, piece, past, True)[0, 0]
@@ -260,9 +261,13 @@ class Stepper:
 
     def _round(self, even: bool) -> None:
         self._even = even
-        self.widths, self._fewest = self._alike if even else (ANY, 1)
+        self._keep_to(*(self._alike if even else (ANY, 1)))
         if isinstance(self.engine, EvenEngine):
             self.engine.even = even
+
+    def _keep_to(self, widths: Widths, fewest_logits: int) -> None:
+        self.widths, self._fewest = widths, fewest_logits
+        self._short = range(widths.holding(1), _SEVERAL + 1, widths.multiple)  # those of a row's short way
 
     def _count(self) -> int | None:
         return self.engine.resets if isinstance(self.engine, KeepingEngine) else None
