@@ -67,6 +67,8 @@ class Commands(click.Group):
     def make_context(self, info_name: str | None, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(info_name, *args, **kwargs)
+        except KeyboardInterrupt as interrupt:
+            raise click.exceptions.Exit(stopped(interrupt)) from None
         except (click.NoSuchOption, click.BadOptionUsage) as error:  # the program's own options
             raise click.exceptions.Exit(misused(error, info_name or "")) from None
 
@@ -75,11 +77,7 @@ class Commands(click.Group):
             with stopped_by_signals():
                 return super().invoke(ctx)
         except KeyboardInterrupt as interrupt:
-            number = interrupt.signal if isinstance(interrupt, Stopped) else signal.SIGINT
-            if number == signal.SIGINT and sys.stderr.isatty():
-                click.echo(err=True)  # behind the ^C of the terminal, or what was written of an answer
-            complain(f"stopped by {number.name}")
-            ctx.exit(128 + number)
+            ctx.exit(stopped(interrupt))
         except LeadoutError as error:
             complain(one_line(error))
             ctx.exit(error.exit_code)
@@ -93,6 +91,15 @@ def misused(error: click.UsageError, command: str) -> int:
     where = command if error.ctx is None else error.ctx.command_path
     complain(f"{one_line(error.format_message())} (see: {where} --help)")
     return error.exit_code
+
+
+def stopped(interrupt: KeyboardInterrupt) -> int:
+    """Say what ended a command. Returns the exit code."""
+    number = interrupt.signal if isinstance(interrupt, Stopped) else signal.SIGINT
+    if number == signal.SIGINT and sys.stderr.isatty():
+        click.echo(err=True)  # behind the ^C of the terminal, or what was written of an answer
+    complain(f"stopped by {number.name}")
+    return 128 + number
 
 
 def complain(line: str) -> None:
@@ -160,8 +167,8 @@ def stopped_by_signals() -> Iterator[None]:
     again: list[threading.Timer] = []
 
     def stop(number: int, frame: object) -> None:
-        for each in ours:
-            signal.signal(each, signal.SIG_IGN)
+        for each in ours:  # not SIG_IGN: of one that has come, too, Python would say that it was lost
+            signal.signal(each, lambda number, frame: None)
         raise Stopped(number)
 
     def dropped(unraisable: sys.UnraisableHookArgs) -> None:

@@ -373,6 +373,37 @@ def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: l
     assert not list(tmp_path.iterdir())
 
 
+def test_signals_that_come_at_once_end_it_once(tmp_path: Path) -> None:
+    both = "{signal.SIGHUP, signal.SIGTERM}"
+    sent = f"signal.pthread_sigmask(signal.SIG_BLOCK, {both}); [signal.raise_signal(each) for each in {both}]"
+    at_once = WAITS.replace("time.sleep(60)", f"{sent}; signal.pthread_sigmask(signal.SIG_UNBLOCK, {both})")
+    result = subprocess.run([sys.executable, "-c", at_once, str(tmp_path / "out")], capture_output=True, text=True)
+    assert (result.stderr, result.returncode) == ("waiting\nleadout: stopped by SIGHUP\n", 129)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_while_the_line_is_read_is_told_as_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Group, "parse_args", interrupted)
+    result = run("plan", "x")
+    assert (result.exit_code, result.stderr) == (130, "leadout: stopped by SIGINT\n")
+
+
+def test_an_interrupt_behind_the_command_ends_the_process_in_silence() -> None:
+    program = """
+import atexit, signal, sys
+from leadout.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(signal.raise_signal, signal.SIGINT)
+sys.argv = ["leadout", "--version"]
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.startswith("leadout") and (result.stderr, result.returncode) == ("", -signal.SIGINT)
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("export", "doctor")])
 def test_a_bundle_without_a_name_is_not_the_one_in_the_current_directory(
     name: str, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
