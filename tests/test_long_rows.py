@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,33 @@ def test_the_loudest_of_few_is_the_loudest_of_all(spread: float, temperature: fl
         logits[:: 1 + position % 4] = -np.inf if position % 2 else logits[0]
         if np.isfinite(logits.max()):
             assert sampler.choose(logits, [], position) == int(sampler.noisy(logits, [], position).argmax())
+
+
+CUT = [{"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3, "top_k": 2000}, {"min_p": 0.05}, {"top_k": 19_999}]
+PENALISED = [{"repetition_penalty": 1.3}, {"min_new_tokens": 9, "top_k": 3}, {"logit_bias": {5: 9.0, 6: -np.inf}}]
+
+
+@pytest.mark.parametrize("options", CUT + PENALISED, ids=str)
+def test_the_loudest_that_settings_leave_is_found_among_few(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(temperature=0.7, seed=3, rule="coupled", **options)
+    for spread, position in itertools.product((0.0, 0.5, 4.0), range(12)):
+        logits = row(spread, position)
+        chain = Chain(settings, VOCAB, [1, 2], {int(logits.argmax())})
+        wanted = int(Sampler("coupled", chain, Noise(3)).noisy(logits, [7], position).argmax())
+        with monkeypatch.context() as patch:
+            patch.setattr(Noise, "gumbel", None)  # that of the whole row, which takes ten times as long
+            assert Sampler("coupled", chain, Noise(3)).choose(logits, [7], position) == wanted
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 5000, VOCAB])
+def test_the_kth_largest_is_the_sorted_one(size: int) -> None:
+    drawn = row(3.0)[:size]
+    many_gone = np.where(np.arange(size) % 100, np.float32(-np.inf), drawn)
+    for scores in (drawn, np.sort(drawn), np.round(drawn), np.zeros(size, np.float32), many_gone):
+        for k in {1, 2, 3, 50, size // 64, size // 64 + 1, size - 1, size} & set(range(1, size + 1)):
+            assert nucleus.kth_largest(scores, k) == np.sort(scores)[-k]
 
 
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:

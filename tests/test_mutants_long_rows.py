@@ -20,6 +20,15 @@ def noise_lifts_the_same(monkeypatch):
             raise AssertionError("no token is left") from None
 
 
+def what_is_left_is_the_same(monkeypatch):
+    try:
+        for options in whole.CUT:
+            whole.test_the_loudest_that_settings_leave_is_found_among_few(options, monkeypatch)
+        whole.test_the_kth_largest_is_the_sorted_one(5000)
+    except ValueError:  # there are not so many
+        raise AssertionError("of too few") from None
+
+
 def the_nucleus_is_the_same(monkeypatch):
     for spread in (0.5, 3.0, 6.0):
         with monkeypatch.context() as patch:
@@ -37,13 +46,25 @@ def large_logits_are_a_law(monkeypatch):
         np.testing.assert_allclose(law, chain.distribution(logits), rtol=1e-3)
 
 
-CHECKS = [noise_lifts_the_same, the_nucleus_is_the_same, large_logits_are_a_law]
+CHECKS = [noise_lifts_the_same, what_is_left_is_the_same, the_nucleus_is_the_same, large_logits_are_a_law]
 
 MUTANTS = [
     Mutant("a bound without the temperature", sampling, "loudest", "temperature * (reach", "(reach"),
     Mutant("noise that would do is passed over", sampling, "loudest", "math.exp(-reach)", "math.exp(-reach - 1.0)"),
     Mutant("logits that would do are passed over", sampling, "loudest", "lowest - _SLACK", "lowest + 3.0 - _SLACK"),
     Mutant("the last among the few", sampling, "loudest", "(row[ids] - top) / temperature +", ""),
+    Mutant("nothing is left out", sampling.Sampler, "_loudest", "chain.is_bare(drafted)", "True"),
+    Mutant(
+        "the temperature twice", sampling.Sampler, "_loudest", "drafted), 1.0", "drafted), chain.settings.temperature"
+    ),
+    Mutant("more than there are groups", nucleus, "kth_largest", "groups >= k", "groups"),
+    Mutant(
+        "the k-th of the groups",
+        nucleus,
+        "kth_largest",
+        "return float(np.partition(scores, -k)[-k])",
+        "return float(scores.min())",
+    ),
     Mutant("the mass above is lost", nucleus, "_edge", "wanted -= weight_above", "wanted -= 0.0"),
     Mutant("the mass between is lost", nucleus, "_edge", "wanted -= weight_between", "wanted -= 0.0"),
     Mutant("it is where the sample says", nucleus, "_edge", "weight_between < wanted", "False"),

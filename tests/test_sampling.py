@@ -104,7 +104,7 @@ def test_the_chain_equals_its_documentation(case):
     elif greedy:
         assert found == expected
     else:
-        np.testing.assert_allclose(found, expected, atol=FLOAT32)
+        np.testing.assert_allclose(found, expected, atol=2 * FLOAT32)  # of scores up to 40
         assert np.array_equal(support, expected > 0)
     assert np.array_equal(kept, logits)
 

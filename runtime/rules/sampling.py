@@ -17,7 +17,7 @@ from ..vocabulary import MappedRow
 from . import buffers
 from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
-from .nucleus import nucleus_edge
+from .nucleus import kth_largest, nucleus_edge
 
 Scores = NDArray[np.floating[Any]]
 Probs = NDArray[np.floating[Any]]
@@ -182,7 +182,7 @@ class Chain:
         masks as irregular as these, anything that branches takes ten times as long."""
         settings = self.settings
         if 0 < settings.top_k < scores.size:
-            weights *= scores >= np.partition(scores, -settings.top_k)[-settings.top_k]
+            weights *= scores >= kth_largest(scores, settings.top_k)
         if settings.top_p < 1.0:
             weights *= weights >= nucleus_edge(weights, settings.top_p)
         if settings.min_p > 0.0:
@@ -245,13 +245,18 @@ class Sampler:
         head = getattr(logits, "top", None)  # only rows on a device have one
         if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
             return token
-        if logits.size > SHORT and self.chain.is_bare(drafted):
-            row, grammar, noise = np.asarray(logits), self.chain.grammar, self.noise.raw(position, logits.size)
-            token = loudest(row, self.chain.settings.temperature, *noise)
-            if grammar is None or grammar.allows(token, drafted):
-                return token
-            return loudest(np.asarray(grammar.within(row, drafted)), self.chain.settings.temperature, *noise)
+        if logits.size > SHORT:
+            return self._loudest(logits, drafted, position)
         return int(self.noisy(logits, drafted, position).argmax())
+
+    def _loudest(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
+        """``noisy(...).argmax()``, for which the noise of few tokens is worked out."""
+        chain, noise = self.chain, self.noise.raw(position, logits.size)
+        if chain.is_bare(drafted):
+            token = loudest(np.asarray(logits), chain.settings.temperature, *noise)
+            if chain.grammar is None or chain.grammar.allows(token, drafted):
+                return token
+        return loudest(chain.scores(logits, drafted), 1.0, *noise)
 
     def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
         if tops is None or not self.chain.is_plain(drafted):
