@@ -109,6 +109,25 @@ def test_the_chain_equals_its_documentation(case):
     assert np.array_equal(kept, logits)
 
 
+def test_what_was_drafted_is_penalised_as_what_was_written() -> None:
+    """To the bit, in whatever pieces it came; and forks do not hear of each other."""
+    settings = Settings(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.1)
+    logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+    text = [3, 1, 3, 7, 7, 3, 9]
+    whole = Chain(settings, VOCAB, [0, 3], ())
+    whole.extend(text)
+    wanted = whole.distribution(logits)
+    for written in range(len(text)):
+        chain = Chain(settings, VOCAB, [0, 3], ())
+        chain.extend(text[: written // 2])
+        chain.distribution(logits)
+        other = chain.fork()
+        other.extend([5, 5, 8])
+        chain.extend(text[written // 2 : written])
+        assert np.array_equal(chain.distribution(logits, text[written:]), wanted)
+        assert not np.array_equal(other.distribution(logits, text[written:]), wanted)
+
+
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9999}, {"min_new_tokens": 1}], ids=str)
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 3.0])
 @pytest.mark.parametrize("size", [300, 40_000])

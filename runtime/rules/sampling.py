@@ -18,6 +18,7 @@ from . import buffers
 from .heads import loudest, not_finite, nothing_left, winner
 from .noise import SHORT, Noise, Purpose
 from .nucleus import kth_largest, nucleus_edge
+from .tally import Tally
 
 Scores = NDArray[np.floating[Any]]
 Probs = NDArray[np.floating[Any]]
@@ -63,17 +64,14 @@ class Chain:
         self._bias = np.array(list(settings.logit_bias.values()), np.float64)
         self._repeats = settings.repetition_penalty != 1.0
         self._counts_tokens = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
-        self._seen = np.zeros(vocab_size if self._repeats else 0, np.bool_)
-        self._counts = np.zeros(vocab_size if self._counts_tokens else 0, np.float64)
+        self._seen, self._written = Tally(prompt if self._repeats else ()), Tally()
         self._whole = settings.top_p == 1.0 and settings.min_p == 0.0 and settings.top_k == 0
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
-        if self._repeats:
-            self._seen[list(prompt)] = True
 
     def fork(self) -> Chain:
         """A copy with a history of its own."""
         other = copy.copy(self)
-        other._seen, other._counts = self._seen.copy(), self._counts.copy()
+        other._seen, other._written = self._seen.fork(), self._written.fork()
         other.grammar = None if self.grammar is None else self.grammar.fork()
         return other
 
@@ -81,12 +79,11 @@ class Chain:
         """Take committed tokens into the history."""
         if self.grammar is not None:
             self.grammar.extend(tokens)
-        for token in tokens:
-            self.generated += 1
-            if self._repeats:
-                self._seen[token] = True
-            if self._counts_tokens:
-                self._counts[token] += 1
+        self.generated += len(tokens)
+        if self._repeats:
+            self._seen.extend(tokens)
+        if self._counts_tokens:
+            self._written.extend(tokens)
 
     def is_plain(self, drafted: Sequence[int]) -> bool:
         """Whether nothing but the temperature applies to the logits after ``drafted``."""
@@ -213,14 +210,12 @@ class Chain:
             return scores
         scores[self._bias_ids] += self._bias
         if self._repeats:
-            seen = self._seen.copy()
-            seen[list(drafted)] = True
-            penalty = settings.repetition_penalty
-            scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+            seen, penalty = self._seen.behind(drafted)[0], settings.repetition_penalty
+            before = scores[seen]
+            scores[seen] = np.where(before > 0, before / penalty, before * penalty)
         if self._counts_tokens:
-            counts = self._counts.copy()
-            np.add.at(counts, list(drafted), 1.0)
-            scores -= settings.frequency_penalty * counts + settings.presence_penalty * (counts > 0)
+            written, counts = self._written.behind(drafted)
+            scores[written] -= settings.frequency_penalty * counts + settings.presence_penalty
         return scores
 
 
