@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .nucleus import kth_largest
 from .sampling import Probs
 from .verify import Draw, Uniforms, Verdict, residual, without
 
@@ -103,7 +104,7 @@ def best_children(scores: Probs, count: int) -> list[int]:
     count = min(count, int(np.isfinite(scores).sum()))
     if not count:
         return []
-    edge = np.partition(scores, -count)[-count]
+    edge = kth_largest(scores, count)
     ids = np.flatnonzero(scores >= edge)
     ordered: list[int] = ids[np.lexsort((ids, -scores[ids]))][:count].tolist()
     return ordered
