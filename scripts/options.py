@@ -246,10 +246,11 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
 def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) -> None:
     """Raise UsageError for an option of the draft model in ``where`` that is of no use to any request (``asked``: their
     settings). A draft length that has no effect is only told, for whoever compares drafts gives it to all of them."""
-    wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
+    wanted = [each for each in asked if each.get("draft", "auto") in MODEL_DRAFTS and each.get("draft_length") != 0]
     for name, off in (("draft_provider", (None,)), ("draft_threads", (None,)), ("draft_ahead", ("auto", False))):
         if where[name] not in off and not wanted:
-            raise UsageError(f"{name} is for the draft model, which no request asks here (draft auto or model does)")
+            does = "draft auto or model does, with a draft_length above 0"
+            raise UsageError(f"{name} is for the draft model, which no request asks here ({does})")
     if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
         raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
     if any(each.get("draft") == "none" and each.get("draft_length") not in (None, 0, "auto") for each in asked):

@@ -85,7 +85,7 @@ def test_a_path_is_shown_as_it_is(
 
 
 NOBODY = "draft_length has no effect with draft 'none': nobody proposes"
-UNUSED = "is for the draft model, which no request asks here (draft auto or model does)"
+UNUSED = "is for the draft model, which no request asks here (draft auto or model does, with a draft_length above 0)"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,8 @@ UNUSED = "is for the draft model, which no request asks here (draft auto or mode
         (("--draft", "none", "--draft-threads", "1"), f"draft_threads {UNUSED}"),
         (("--draft", "suffix", "--draft-provider", "cpu"), f"draft_provider {UNUSED}"),
         (("--draft", "ngram", "--draft-ahead", "on"), f"draft_ahead {UNUSED}"),
+        (("--draft-length", "0", "--draft-threads", "1"), f"draft_threads {UNUSED}"),
+        (("--draft", "model", "--draft-length", "0", "--draft-ahead", "on"), f"draft_ahead {UNUSED}"),
         (
             ("--draft", "model", "--branches", "2,1", "--draft-ahead", "on"),
             "draft_ahead and branches exclude each other",
