@@ -48,7 +48,7 @@ def command(bundle: str, system: str | None, variables: tuple[str, ...], **setti
 
     known = read_variables(variables)
     where = taken(settings, ENGINE, AHEAD)
-    wanted = given(settings)
+    wanted = given(settings, "-")
     check_draft_options(where, [wanted])
     with load(bundle, **where, batch_size=1) as pair:
         if pair.note:

@@ -99,11 +99,11 @@ def command(
     """
     from ..runtime.pair import Request, load
 
+    where = taken(settings, ENGINE, AHEAD)
+    wanted = given(settings, batch_file)
     lines = [Line(prompt, {}, "") for prompt in prompts] + ([] if batch_file is None else read_prompts(batch_file))
     if not lines:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    where = taken(settings, ENGINE, AHEAD)
-    wanted = given(settings)
     check_draft_options(where, [wanted | line.settings for line in lines])
     with load(bundle, **where, batch_size=batch_size) as pair:
         if pair.note:

@@ -257,8 +257,9 @@ def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) 
         click.echo("draft_length has no effect with draft 'none': nobody proposes", err=True)
 
 
-def given(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
+def given(values: dict[str, Any], asked_in: str | None = None) -> dict[str, Any]:
+    """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle. What they are
+    for stands in the file ``asked_in``: raises UsageError where that and a setting are both standard input."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}
     if "logit_bias" in found:
         found["logit_bias"] = by_token(found["logit_bias"])
@@ -266,6 +267,8 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
         found["stop_token_ids"] = found.pop("stop_token_id")
     for name, read in (("json_schema", schema), ("grammar", read_text)):
         if name in found:
+            if found[name] == asked_in == "-":
+                raise UsageError(f"{name} cannot be standard input: what is to be answered is read from there")
             found[name] = read(found[name])
     return found
 

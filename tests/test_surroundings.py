@@ -113,6 +113,16 @@ def test_an_option_without_effect_is_refused(
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("generate", "--batch-file", "-"), ("bench", "--prompts", "-"), ("chat",)])
+@pytest.mark.parametrize("form", ["--json-schema", "--grammar"])
+def test_standard_input_is_one_thing_only(tiny_bundle: Path, command: tuple[str, ...], form: str) -> None:
+    name, *prompts = command
+    result = run(name, tiny_bundle, *prompts, form, "-")
+    named = form.strip("-").replace("-", "_")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"{named} cannot be standard input: what is to be answered is read from there" in result.stderr
+
+
 def test_an_option_that_one_line_of_many_has_a_use_for_is_taken(tiny_bundle: Path, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [{"prompt": "x", "draft": "none"}, {"prompt": "y", "draft": "model", "draft_length": 2}]
