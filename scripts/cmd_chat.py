@@ -86,7 +86,7 @@ def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, An
     what is wrong with bundle, settings or variables, ContextError once the conversation has become too long."""
     from ..runtime.pair import Chat
 
-    pair.settings(settings)
+    pair.answers([[0]], **settings)  # with any prompt: nothing runs, and what these models cannot do is refused
     pair.chat_template.check(variables)  # a template that is missing is missed now
     for line in lines():
         messages.append({"role": "user", "content": line})
