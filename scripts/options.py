@@ -3,15 +3,14 @@ files of prompts that they name."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from ..engines import PROVIDERS
-from ..errors import BundleError, LeadoutError, UsageError, shown
+from ..errors import BundleError, UsageError, named, shown
 from ..runtime.settings import DRAFTS, MODEL_DRAFTS, RULES, check_names
 from ..runtime.settings import SETTINGS as FIELDS
 
@@ -312,15 +311,6 @@ class Line(NamedTuple):
     prompt: Any
     settings: dict[str, Any]
     where: str
-
-
-@contextlib.contextmanager
-def named(where: str) -> Iterator[None]:
-    """What is refused inside is said to be ``where``."""
-    try:
-        yield
-    except LeadoutError as error:
-        raise type(error)(f"{where}: {error}" if where else str(error)) from None
 
 
 def read_prompts(path: str, command: str | None = None) -> list[Line]:

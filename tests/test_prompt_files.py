@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import leadout
-from leadout.errors import ContextError, EngineError, LeadoutError, UsageError
+from leadout.errors import ContextError, EngineError, LeadoutError, UsageError, named
 from leadout.runtime.pair import Pair
 from leadout.scripts.cli import main
 from leadout.scripts.cmd_bench import chosen
 from leadout.scripts.cmd_generate import in_order, write_batch
-from leadout.scripts.options import Line, given, named, prompt_ids, read_prompts
+from leadout.scripts.options import Line, given, prompt_ids, read_prompts
 
 DEEP = "[" * 100_000
 

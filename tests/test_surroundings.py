@@ -123,6 +123,11 @@ def test_standard_input_is_one_thing_only(tiny_bundle: Path, command: tuple[str,
     assert f"{named} cannot be standard input: what is to be answered is read from there" in result.stderr
 
 
+def test_of_several_prompts_the_one_that_is_refused_is_named(tiny_bundle: Path) -> None:
+    result = run("generate", tiny_bundle, "-p", "x", "-p", "", "-p", "y")
+    assert result.exit_code == 2 and "prompt '': a prompt must have at least one token" in result.stderr
+
+
 def test_an_option_that_one_line_of_many_has_a_use_for_is_taken(tiny_bundle: Path, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [{"prompt": "x", "draft": "none"}, {"prompt": "y", "draft": "model", "draft_length": 2}]
