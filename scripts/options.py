@@ -4,6 +4,7 @@ files of prompts that they name."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -339,9 +340,11 @@ def read_row(text: str) -> dict[str, Any]:
     from ..runtime.prompts import Chat
 
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=each_once)
     except RecursionError:
         raise UsageError("not JSON: its brackets are nested too deep") from None
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
@@ -353,6 +356,15 @@ def read_row(text: str) -> dict[str, Any]:
     if isinstance(biases := row.get("logit_bias"), dict):
         row["logit_bias"] = by_token(map(token_bias, biases, biases.values()))
     return {name: value for name, value in row.items() if name not in LABELS}
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises UsageError for a key that is there twice: one of its values would be dropped."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise UsageError(f"key {shown(twice)} is given twice")
+    return found
 
 
 def is_prompt(value: Any) -> bool:

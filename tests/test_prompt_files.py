@@ -81,8 +81,10 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         ),
         ('{"prompt": "x", "logit_bias": {"3": "much"}}', "logit_bias must be token ids and numbers"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "03": 2}}', "logit_bias of token 3 is given twice"),
+        ('{"prompt": "x", "seed": 1, "seed": 2}', "key 'seed' is given twice"),
+        ('{"prompt": "x", "logit_bias": {"3": 1, "3": 2}}', "key '3' is given twice"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = file(tmp_path, f'{{"prompt": "x"}}\n{line}\n')
