@@ -71,6 +71,7 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         (DEEP, "not JSON: its brackets are nested too deep"),
         ('{"prompt": "x", "self": 1}', "unknown setting 'self'"),
         ('{"prompt": "x", "temprature": 1}', "did you mean 'temperature'"),
+        ('{"prompt": "x", "n": 2}', "it goes with a call: generate(prompt, n=8), --n 8"),
         ('{"prompt": {"a": 1}}', "a prompt must be text or a list of token ids, not {'a': 1}"),
         ('{"text": "x"}', 'expected an object like {"prompt": "text"}'),
         ('{"prompt": [1, "a"]}', "a prompt must be text or a list of token ids, not [1, 'a']"),
@@ -84,7 +85,7 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         ('{"prompt": "x", "seed": 1, "seed": 2}', "key 'seed' is given twice"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "3": 2}}', "key '3' is given twice"),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = file(tmp_path, f'{{"prompt": "x"}}\n{line}\n')
