@@ -13,9 +13,11 @@ Each message is one line and names the thing and the legal range, or the next co
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 import shlex
 import sys
+from collections.abc import Iterator
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 60, 60, 60
@@ -61,6 +63,17 @@ class CheckError(LeadoutError):
     """A check that ran and did not hold."""
 
     exit_code = 7
+
+
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """What is refused inside is said to be ``where``, if that says anything."""
+    try:
+        yield
+    except LeadoutError as error:
+        if not where:
+            raise
+        raise type(error)(f"{where}: {error}") from None
 
 
 def not_installed(error: ModuleNotFoundError) -> ExportError:

@@ -25,7 +25,9 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         parser.add_argument("--draft", help="The draft: a directory or hub id (a model or head), mtp, or self.")
         parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the target's weights.")
         parser.add_argument(
-            "--draft-precision", choices=PRECISIONS, help="Of the draft's. Default: int4; fp16 beside fp16."
+            "--draft-precision",
+            choices=PRECISIONS,
+            help="Of the draft's. Default: int4 (int8, if it says drafts in one step); fp16 beside fp16.",
         )
         parser.add_argument("--draft-vocabulary", help="Its N likeliest tokens alone, or the ids in this file.")
         parser.add_argument("--calibration", action="append", default=[], help="A text that says which are likely.")

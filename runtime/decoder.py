@@ -101,6 +101,10 @@ class Decoder:
         self.turns = Turns()
         self.turns.follow(self)
 
+    def check(self, prompt: list[int], settings: Settings) -> None:
+        """Raise UsageError or ContextError, naming the legal range, for what the models cannot take."""
+        check_request(prompt, settings, self._engines, trees=self._trees is not None)
+
     def decode(
         self,
         requests: Items[tuple[list[int], Settings]],
@@ -117,7 +121,7 @@ class Decoder:
         ContextError before anything runs; EngineError from any round, after which the decoder can be used again.
         """
         for prompt, settings in requests:
-            check_request(prompt, settings, self._engines, trees=self._trees is not None)
+            self.check(prompt, settings)
             self._admission.grammar(settings, eos_token_ids)
         if len({settings.branches for _, settings in requests}) > 1:
             raise UsageError("branches must be the same for all requests of a batch: their steps are one")
@@ -240,8 +244,7 @@ class Decoder:
             started = self._time("draft")
             proposed = self._drafting.propose(rows, lengths, watch)
             if (model := self._drafting) is self._model:
-                took = self._time("draft") - started
-                past = self._pace.prices.past
+                took, past = self._time("draft") - started, self._pace.prices.past
                 self._pace.ledger.note(self.costs.record_draft, len(rows), model.steps, took, past, model.late)
             drafts = [new if n else old for n, new, old in zip(lengths, proposed, drafts, strict=True)]
         clock.lap("draft")
@@ -339,8 +342,7 @@ class Decoder:
         return self._drafting is not None and self._drafting is self._trees and any(draft.parents for draft in drafts)
 
     def _commit(self, this: Round, rows: list[Row], drafts: list[Draft], verdicts: list[verify.Verdict]) -> list[Event]:
-        each = zip(range(this.rows), rows, drafts, verdicts, strict=True)
-        return [self._extend(this, *of_row) for of_row in each]
+        return [self._extend(this, *each) for each in zip(range(this.rows), rows, drafts, verdicts, strict=True)]
 
     def _extend(self, this: Round, place: int, row: Row, draft: Draft, verdict: verify.Verdict) -> Event:
         new = [*draft.kept(verdict), verdict.token]

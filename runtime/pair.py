@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from ..bundle import TOKENIZER, VOCABULARY, Bundle, Manifest, read_manifest
 from ..engines import PROVIDERS, Engine, open_engine
-from ..errors import BundleError, UsageError, shown
+from ..errors import BundleError, UsageError, named, shown
 from .ahead import check_ahead
 from .answers import Answer, Piece, Result, Stream, Taken
 from .controller.costs import Cost, Costs
@@ -151,7 +151,10 @@ class Pair:
     def _start(self, prompts: Sequence[Any], given: Mapping[str, Any], n: int = 1) -> Iterator[tuple[Answer, Event]]:
         """Check everything now, run when iterated: each round of each answer, n answers a prompt."""
         check_names(given)
-        asked = [self._request(prompt, given) for prompt in prompts]
+        several = len({id(prompt) for prompt in prompts}) > 1
+        asked = [
+            self._request(prompt, given, f"prompts[{place}]" if several else "") for place, prompt in enumerate(prompts)
+        ]
         siblings = samples([token_ids for token_ids, _ in asked], n)
         requests = [request for request in asked for _ in range(n)]
         for (_, settings), sample in zip(requests, siblings, strict=True):
@@ -160,10 +163,17 @@ class Pair:
         runs = [self._admit(group.start, requests[group], siblings[group]) for group in groups]
         return itertools.chain.from_iterable(runs)
 
-    def _request(self, prompt: Any, given: Mapping[str, Any]) -> tuple[list[int], Settings]:
+    def _request(self, prompt: Any, given: Mapping[str, Any], where: str) -> tuple[list[int], Settings]:
+        """A prompt's ids and settings, checked. What is wrong with it alone, not with ``given``, is ``where``."""
+        own: Mapping[str, Any] = {}
         if isinstance(prompt, Request):
-            prompt, given = prompt.prompt, {**given, **prompt.settings}
-        return self.token_ids(prompt), self.settings(given)
+            prompt, own = prompt.prompt, prompt.settings
+        with named(where if own else ""):
+            settings = self.settings({**given, **own})
+        with named(where):
+            token_ids = self.token_ids(prompt)
+            self.decoder.check(token_ids, settings)
+        return token_ids, settings
 
     def token_ids(self, prompt: str | Ids | Chat) -> list[int]:
         """The ids of a prompt, given as text, as ids or as a Chat. Raises UsageError for what is none of them, and

@@ -231,7 +231,8 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise UsageError(f"settings must be a mapping of names to values, not {shown(given)}")
     if "n" in given:
-        raise UsageError("'n' is no setting of a request, nor of a stream: it goes with a call, generate(prompt, n=8)")
+        goes = "it goes with a call: generate(prompt, n=8), --n 8"
+        raise UsageError(f"'n' is no setting of a request, nor of a stream: {goes}")
     for name in given:
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1) if isinstance(name, str) else []

@@ -80,9 +80,9 @@ def command(
 
     for name, value in (("--batch-size", batch_size), ("--limit", 1 if limit is None else limit)):
         integer(name, value, 1)
-    lines, source = chosen(prompts, "bench")
     where = taken(settings, ENGINE, AHEAD)
-    wanted = {"temperature": 0.0} | given(settings)
+    wanted = {"temperature": 0.0} | given(settings, prompts)
+    lines, source = chosen(prompts, "bench")
     check_draft_options(where, [wanted])
     with load(bundle, **where) as pair:
         if pair.note:

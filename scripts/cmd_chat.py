@@ -48,7 +48,7 @@ def command(bundle: str, system: str | None, variables: tuple[str, ...], **setti
 
     known = read_variables(variables)
     where = taken(settings, ENGINE, AHEAD)
-    wanted = given(settings)
+    wanted = given(settings, "-")
     check_draft_options(where, [wanted])
     with load(bundle, **where, batch_size=1) as pair:
         if pair.note:
@@ -86,7 +86,7 @@ def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, An
     what is wrong with bundle, settings or variables, ContextError once the conversation has become too long."""
     from ..runtime.pair import Chat
 
-    pair.settings(settings)
+    pair.answers([[0]], **settings)  # with any prompt: nothing runs, and what these models cannot do is refused
     pair.chat_template.check(variables)  # a template that is missing is missed now
     for line in lines():
         messages.append({"role": "user", "content": line})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
+from ..errors import UsageError, named, shown
 from .options import (
     AHEAD,
     BUNDLE,
@@ -22,7 +22,6 @@ from .options import (
     Line,
     check_draft_options,
     given,
-    named,
     options,
     read_prompts,
     taken,
@@ -99,11 +98,12 @@ def command(
     """
     from ..runtime.pair import Request, load
 
-    lines = [Line(prompt, {}, "") for prompt in prompts] + ([] if batch_file is None else read_prompts(batch_file))
+    where = taken(settings, ENGINE, AHEAD)
+    wanted = given(settings, batch_file)
+    lines = [Line(prompt, {}, f"prompt {shown(prompt)}" if prompts[1:] else "") for prompt in prompts]
+    lines += [] if batch_file is None else read_prompts(batch_file)
     if not lines:
         raise UsageError("nothing to continue; give -p TEXT or --batch-file FILE.jsonl")
-    where = taken(settings, ENGINE, AHEAD)
-    wanted = given(settings)
     check_draft_options(where, [wanted | line.settings for line in lines])
     with load(bundle, **where, batch_size=batch_size) as pair:
         if pair.note:

@@ -3,15 +3,15 @@ files of prompts that they name."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from ..engines import PROVIDERS
-from ..errors import BundleError, LeadoutError, UsageError, shown
+from ..errors import BundleError, UsageError, named, shown
 from ..runtime.settings import DRAFTS, MODEL_DRAFTS, RULES, check_names
 from ..runtime.settings import SETTINGS as FIELDS
 
@@ -246,18 +246,20 @@ def taken(values: dict[str, Any], *tables: tuple[tuple[str, dict[str, Any]], ...
 def check_draft_options(where: dict[str, Any], asked: Sequence[dict[str, Any]]) -> None:
     """Raise UsageError for an option of the draft model in ``where`` that is of no use to any request (``asked``: their
     settings). A draft length that has no effect is only told, for whoever compares drafts gives it to all of them."""
-    wanted = [settings for settings in asked if settings.get("draft", "auto") in MODEL_DRAFTS]
+    wanted = [each for each in asked if each.get("draft", "auto") in MODEL_DRAFTS and each.get("draft_length") != 0]
     for name, off in (("draft_provider", (None,)), ("draft_threads", (None,)), ("draft_ahead", ("auto", False))):
         if where[name] not in off and not wanted:
-            raise UsageError(f"{name} is for the draft model, which no request asks here (draft auto or model does)")
+            does = "draft auto or model does, with a draft_length above 0"
+            raise UsageError(f"{name} is for the draft model, which no request asks here ({does})")
     if where["draft_ahead"] is True and all(settings.get("branches") for settings in wanted):
         raise UsageError("draft_ahead and branches exclude each other: no one branch is likely to be kept whole")
     if any(each.get("draft") == "none" and each.get("draft_length") not in (None, 0, "auto") for each in asked):
         click.echo("draft_length has no effect with draft 'none': nobody proposes", err=True)
 
 
-def given(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle."""
+def given(values: dict[str, Any], asked_in: str | None = None) -> dict[str, Any]:
+    """The settings the user gave, by the names of ``Settings``; what was not given is left to the bundle. What they are
+    for stands in the file ``asked_in``: raises UsageError where that and a setting are both standard input."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}
     if "logit_bias" in found:
         found["logit_bias"] = by_token(found["logit_bias"])
@@ -265,6 +267,8 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
         found["stop_token_ids"] = found.pop("stop_token_id")
     for name, read in (("json_schema", schema), ("grammar", read_text)):
         if name in found:
+            if found[name] == asked_in == "-":
+                raise UsageError(f"{name} cannot be standard input: what is to be answered is read from there")
             found[name] = read(found[name])
     return found
 
@@ -310,15 +314,6 @@ class Line(NamedTuple):
     where: str
 
 
-@contextlib.contextmanager
-def named(where: str) -> Iterator[None]:
-    """What is refused inside is said to be ``where``."""
-    try:
-        yield
-    except LeadoutError as error:
-        raise type(error)(f"{where}: {error}" if where else str(error)) from None
-
-
 def read_prompts(path: str, command: str | None = None) -> list[Line]:
     """The prompts of a JSON-lines file, with the settings of each; those are refused where ``command`` has them as
     options alone.
@@ -345,9 +340,11 @@ def read_row(text: str) -> dict[str, Any]:
     from ..runtime.prompts import Chat
 
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=each_once)
     except RecursionError:
         raise UsageError("not JSON: its brackets are nested too deep") from None
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
@@ -359,6 +356,15 @@ def read_row(text: str) -> dict[str, Any]:
     if isinstance(biases := row.get("logit_bias"), dict):
         row["logit_bias"] = by_token(map(token_bias, biases, biases.values()))
     return {name: value for name, value in row.items() if name not in LABELS}
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises UsageError for a key that is there twice: one of its values would be dropped."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise UsageError(f"key {shown(twice)} is given twice")
+    return found
 
 
 def is_prompt(value: Any) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import leadout
 from leadout.bundle import Bundle, Manifest, ModelEntry
 from leadout.engines.toy import ToyEngine
-from leadout.errors import BundleError, ContextError, UsageError
+from leadout.errors import BundleError, ContextError, LeadoutError, UsageError
 from leadout.runtime.pair import Pair, Piece, Request, Result, check_vocabulary, sampling_defaults
 from leadout.runtime.prompts import is_single
 from leadout.runtime.text import Codec
@@ -282,6 +282,28 @@ def test_all_prompts_are_checked_before_any_runs(tokenizer_file: Path) -> None:
     with make(tokenizer_file, batch_size=1) as narrow, pytest.raises(ContextError):
         narrow.generate([PROMPT, [5] * CONTEXT])
     assert narrow.target.calls == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([5] * CONTEXT, f"prompts[2]: the prompt has {CONTEXT} tokens"),
+        ("", "prompts[2]: a prompt must have at least one token"),
+        (leadout.Chat([{"role": "user", "content": "x"}]), "prompts[2]: "),
+        (Request(PROMPT, top_p=7), "prompts[2]: top_p must be"),
+    ],
+)
+def test_the_prompt_of_a_list_that_is_refused_is_named(tokenizer_file: Path, prompt: Any, message: str) -> None:
+    with make(tokenizer_file, batch_size=1) as narrow:
+        for ask in (narrow.generate, narrow.answers):
+            with pytest.raises(LeadoutError) as caught:
+                ask([PROMPT, [5, 6], prompt, [7]])
+            assert str(caught.value).startswith(message)
+            with pytest.raises(LeadoutError) as caught:
+                ask([prompt])
+            assert "prompts[" not in str(caught.value), "it is the only one"
+        with pytest.raises(UsageError, match=r"^top_p must be"):  # of all of them
+            narrow.generate([PROMPT, [5, 6]], top_p=7)
 
 
 @pytest.mark.parametrize(

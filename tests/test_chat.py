@@ -400,6 +400,12 @@ def test_variables_are_given_once_and_messages_are_none(chatty: Path) -> None:
         assert result.exit_code == 2 and line in result.stderr, result.output
 
 
+@pytest.mark.parametrize("option", [("--stop-token-id", 99999), ("--draft", "siblings"), ("--min-p", 2)])
+def test_settings_are_refused_before_the_first_line(chatty: Path, option: tuple[object, ...]) -> None:
+    result = run("chat", chatty, *option, "--threads", 1)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+
+
 class Interrupted:
     """A stream that Ctrl-C, or a signal, ends after its first piece."""
 

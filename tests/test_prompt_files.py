@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import leadout
-from leadout.errors import ContextError, EngineError, LeadoutError, UsageError
+from leadout.errors import ContextError, EngineError, LeadoutError, UsageError, named
 from leadout.runtime.pair import Pair
 from leadout.scripts.cli import main
 from leadout.scripts.cmd_bench import chosen
 from leadout.scripts.cmd_generate import in_order, write_batch
-from leadout.scripts.options import Line, given, named, prompt_ids, read_prompts
+from leadout.scripts.options import Line, given, prompt_ids, read_prompts
 
 DEEP = "[" * 100_000
 
@@ -71,6 +71,7 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         (DEEP, "not JSON: its brackets are nested too deep"),
         ('{"prompt": "x", "self": 1}', "unknown setting 'self'"),
         ('{"prompt": "x", "temprature": 1}', "did you mean 'temperature'"),
+        ('{"prompt": "x", "n": 2}', "it goes with a call: generate(prompt, n=8), --n 8"),
         ('{"prompt": {"a": 1}}', "a prompt must be text or a list of token ids, not {'a': 1}"),
         ('{"text": "x"}', 'expected an object like {"prompt": "text"}'),
         ('{"prompt": [1, "a"]}', "a prompt must be text or a list of token ids, not [1, 'a']"),
@@ -81,8 +82,10 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         ),
         ('{"prompt": "x", "logit_bias": {"3": "much"}}', "logit_bias must be token ids and numbers"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "03": 2}}', "logit_bias of token 3 is given twice"),
+        ('{"prompt": "x", "seed": 1, "seed": 2}', "key 'seed' is given twice"),
+        ('{"prompt": "x", "logit_bias": {"3": 1, "3": 2}}', "key '3' is given twice"),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = file(tmp_path, f'{{"prompt": "x"}}\n{line}\n')

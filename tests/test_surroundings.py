@@ -85,7 +85,7 @@ def test_a_path_is_shown_as_it_is(
 
 
 NOBODY = "draft_length has no effect with draft 'none': nobody proposes"
-UNUSED = "is for the draft model, which no request asks here (draft auto or model does)"
+UNUSED = "is for the draft model, which no request asks here (draft auto or model does, with a draft_length above 0)"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,8 @@ UNUSED = "is for the draft model, which no request asks here (draft auto or mode
         (("--draft", "none", "--draft-threads", "1"), f"draft_threads {UNUSED}"),
         (("--draft", "suffix", "--draft-provider", "cpu"), f"draft_provider {UNUSED}"),
         (("--draft", "ngram", "--draft-ahead", "on"), f"draft_ahead {UNUSED}"),
+        (("--draft-length", "0", "--draft-threads", "1"), f"draft_threads {UNUSED}"),
+        (("--draft", "model", "--draft-length", "0", "--draft-ahead", "on"), f"draft_ahead {UNUSED}"),
         (
             ("--draft", "model", "--branches", "2,1", "--draft-ahead", "on"),
             "draft_ahead and branches exclude each other",
@@ -109,6 +111,21 @@ def test_an_option_without_effect_is_refused(
     asked = {"generate": "--batch-file", "bench": "--prompts"}[command], prompt
     result = run(command, tiny_bundle, *asked, *options)
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("generate", "--batch-file", "-"), ("bench", "--prompts", "-"), ("chat",)])
+@pytest.mark.parametrize("form", ["--json-schema", "--grammar"])
+def test_standard_input_is_one_thing_only(tiny_bundle: Path, command: tuple[str, ...], form: str) -> None:
+    name, *prompts = command
+    result = run(name, tiny_bundle, *prompts, form, "-")
+    named = form.strip("-").replace("-", "_")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"{named} cannot be standard input: what is to be answered is read from there" in result.stderr
+
+
+def test_of_several_prompts_the_one_that_is_refused_is_named(tiny_bundle: Path) -> None:
+    result = run("generate", tiny_bundle, "-p", "x", "-p", "", "-p", "y")
+    assert result.exit_code == 2 and "prompt '': a prompt must have at least one token" in result.stderr
 
 
 def test_an_option_that_one_line_of_many_has_a_use_for_is_taken(tiny_bundle: Path, tmp_path: Path) -> None:
