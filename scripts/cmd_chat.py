@@ -103,20 +103,41 @@ def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, An
 
 
 def lines() -> Iterator[str]:
-    """What the user says; lines of white space say nothing. A terminal is asked for each."""
-    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    """What the user says; lines of white space say nothing. A terminal is asked for each. Raises UsageError, for the
+    line that it is, where it is no text."""
+    for line in asked() if sys.stdin.isatty() else piped():
+        if line.strip():
+            yield line
+
+
+def asked() -> Iterator[str]:
+    """The lines that are typed on a terminal."""
+    prompt = "> " if sys.stdout.isatty() else ""
     if prompt:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() its line editing
     while True:
         try:
-            line = input(prompt)
+            yield input(prompt)
         except EOFError:
             if prompt:
                 click.echo()  # Ctrl-D ends no line
             return
-        if line.strip():
-            yield line
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input: {error}") from None
+
+
+def piped() -> Iterator[str]:
+    """The lines of a pipe or a file, in UTF-8 as other files are, whatever the terminal's characters. They are decoded
+    one by one: what is wrong with the next is no matter of this one."""
+    number = 0
+    try:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input, line {number}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
 
 
 def noted(pieces: Iterable[Piece], texts: list[str]) -> Iterator[Piece]:

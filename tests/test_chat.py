@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -398,6 +399,42 @@ def test_variables_are_given_once_and_messages_are_none(chatty: Path) -> None:
         options = [each for text in given for each in ("--variable", text)]
         result = run("chat", chatty, *options, "--threads", 1)
         assert result.exit_code == 2 and line in result.stderr, result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "answers", "line"),
+    [
+        (b"def f(x):\nreturn\n", 2, ""),
+        (b"\xef\xbb\xbfdef f(x):\r\n\r\nreturn\r\n", 2, ""),
+        (b"def f(x):\nreturn", 2, ""),
+        (b"def f(x):\n\xffeturn\n", 1, "standard input, line 2: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"def f(x):\n\n\xc3", 1, "standard input, line 3: 'utf-8' codec can't decode byte 0xc3"),
+    ],
+    ids=range(5),
+)
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python opens it, by the locale
+def test_a_line_of_a_pipe_is_a_message_without_its_end(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: bytes,
+    answers: int,
+    line: str,
+    errors: str,
+) -> None:
+    told, messages = "", []
+    for text in ("def f(x):", "return")[:answers]:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": pair.generate(Chat(messages), max_new_tokens=4).text})
+        told += messages[-1]["content"] + "\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8", errors=errors, newline="\n"))
+    try:
+        cmd_chat.converse(pair, [], {}, {"max_new_tokens": 4})
+    except UsageError as error:
+        assert line and str(error).startswith(line)
+    else:
+        assert not line
+    assert capsys.readouterr().out == told
 
 
 class Interrupted:
