@@ -83,11 +83,13 @@ def variable(text: str) -> tuple[str, Any]:
 
 def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]) -> None:
     """Answer line after line of stdin, each after all before it. Raises what cannot be answered: before the first line
-    what is wrong with bundle, settings or variables, ContextError once the conversation has become too long."""
+    what is wrong with bundle, settings, variables or what the conversation begins with, ContextError once it has become
+    too long."""
     from ..runtime.pair import Chat
 
     pair.settings(settings)
     pair.chat_template.check(variables)  # a template that is missing is missed now
+    check_beginning(pair, messages, variables, settings)
     for line in lines():
         messages.append({"role": "user", "content": line})
         stream = pair.stream(Chat(messages, **variables), **settings)
@@ -100,6 +102,21 @@ def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, An
         except KeyboardInterrupt:  # what was written stands
             click.echo()
         messages.append({"role": "assistant", "content": "".join(texts)})
+
+
+def check_beginning(
+    pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Raise what any first line would end in, and UsageError for a system message that the template leaves out."""
+    from ..runtime.pair import Chat
+
+    line = {"role": "user", "content": "x"}
+    pair.answers([Chat([*messages, line], **variables)], **settings)  # nothing runs until the first is asked for
+    if messages:
+        others = [message | {"content": message["content"] + "x"} for message in messages]  # no template's own text
+        made, other = (pair.chat_template.render(Chat([*each, line], **variables)) for each in (messages, others))
+        if made == other:
+            raise UsageError("the bundle's chat template leaves out what --system says")
 
 
 def lines() -> Iterator[str]:

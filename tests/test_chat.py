@@ -437,6 +437,30 @@ def test_a_line_of_a_pipe_is_a_message_without_its_end(
     assert capsys.readouterr().out == told
 
 
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "code", "line"),
+    [
+        (NO_SYSTEM + PLAIN, ("--system", "s"), 2, "does not take these messages: System role not supported"),
+        (NO_SYSTEM + PLAIN, (), 0, ""),
+        (STRICT, ("--system", "s"), 2, "the bundle's chat template leaves out what --system says"),
+        (STRICT, (), 0, ""),
+        (CHATML, ("--system", "Be brief."), 0, ""),  # the template's own
+        (PLAIN, ("--system", ""), 0, ""),
+        (PLAIN, ("--system", "s " * 300), 6, "this target takes at most 255"),
+        (PLAIN, ("--logit-bias", "512=1"), 2, "logit_bias: token id 512 is outside the vocabulary"),
+    ],
+)
+def test_what_no_line_could_be_answered_with_is_refused_before_there_is_one(
+    tiny_bundle: Path, tmp_path: Path, template: str, options: tuple[str, ...], code: int, line: str
+) -> None:
+    place = with_files(tiny_bundle, tmp_path / "b", chat_template_jinja=template)
+    result = run("chat", place, *options, "--threads", 1)
+    assert result.exit_code == code and line in result.stderr and result.stdout == ""
+
+
 class Interrupted:
     """A stream that Ctrl-C, or a signal, ends after its first piece."""
 
