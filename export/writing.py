@@ -33,6 +33,8 @@ from ..errors import BundleError, ExportError
 Progress = Callable[[str], None]  # told in a line what an export does next, or leaves out
 
 _TRIES = 100  # to take a place that others want
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NUMPY_S = re.compile(r"problem writing element|requested and \d+ written")  # its word for each of them: no number
 # What decoding needs of a model's directory besides weights.
 TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
 
@@ -170,14 +172,15 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _room(place: Path) -> Iterator[None]:
-    """A disk that is full inside becomes an ExportError that says how much it takes."""
+    """A disk that is full inside, or takes no file of that size, becomes an ExportError that says how much it takes."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL and not (error.errno is None and _NUMPY_S.search(str(error))):
             raise
         raise ExportError(
-            f"cannot write beside '{place}': {error.strerror}; an export takes 8 bytes a parameter there while it runs"
+            f"cannot write beside '{place}': {error.strerror or error}; an export takes 8 bytes a parameter there while"
+            " it runs"
         ) from None
 
 
