@@ -4,9 +4,11 @@ what the parser made of each graph, what was written, and that the dangerous for
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -322,6 +324,20 @@ def test_a_failed_build_leaves_the_earlier_engine_and_no_rubbish(tmp_path: Path)
         build_engines(sealed(tmp_path, {"target": found.model("target").entry}), RTX, sizes=SIZES, capabilities=["86"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "target").glob("tensorrt*")} == before
     assert not list((tmp_path / "target").glob(".*"))
+
+
+def test_a_bundle_that_takes_no_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, write_bytes = bundle(tmp_path), Path.write_bytes
+
+    def full(path: Path, data: Any) -> int:
+        if path.suffix == ".engine":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match=rf"^cannot write engines into '{tmp_path}': No space left on device; "):
+        build_engines(found, RTX, sizes=SIZES, capabilities=["86"])
+    assert not [*(tmp_path / "target").glob("tensorrt*"), *(tmp_path / "target").glob(".*")]
 
 
 def test_the_command_prints_the_engines(tmp_path: Path) -> None:
