@@ -40,14 +40,16 @@ TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
 
 
 def destination(out: str | Path) -> Path:
-    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced), and not
-    where this process is."""
+    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced), and
+    neither a mount point nor where this process is."""
     place = Path(out).expanduser()
     with _named(place):
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise ExportError(f"'{place}' is not a directory; choose another place for the bundle")
         if place.is_dir() and any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ExportError(f"'{place}' exists and is not a bundle; choose another place, or empty it")
+        if os.path.ismount(place):  # Path.is_mount says so of "."
+            raise ExportError(f"'{place}' is a mount point, which no directory can replace; choose a place below it")
         if place.is_dir() and _is_here(place):  # whoever is in what was replaced finds nothing there
             raise ExportError(f"'{place}' is where you are, and a bundle replaces what is there; go elsewhere first")
     return place.absolute()

@@ -60,6 +60,14 @@ def test_a_disk_that_is_full_as_numpy_says_it_is_told(tmp_path: Path, values: np
     assert not list(tmp_path.iterdir())
 
 
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the volume of a container is: at the end it could not be renamed."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(ExportError, match=rf"'{tmp_path}' is a mount point, .*; choose a place below it$"):
+        destination(tmp_path)
+    assert destination(tmp_path / "bundle") == tmp_path / "bundle"
+
+
 def test_where_one_is_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is there would be in a directory that is gone."""
     free, below = tmp_path / "free", tmp_path / "bundle" / "target"
