@@ -26,6 +26,7 @@ from .graph import lower
 from .network import (
     add_profile,
     attention_layers,
+    awaited,
     check_import,
     errors,
     monitor,
@@ -225,7 +226,7 @@ class _Build:
             add_profile(self.builder, self.network, config, profile, verify.max_width)
         config.progress_monitor = watch = monitor(self.trt, tell)
         with timing_cache(self.sdk, config, self.model.folder.parent / f"{self.sdk}-{target}.timing"):
-            blob = self.builder.build_serialized_network(self.network, config)
+            blob = awaited(lambda: self.builder.build_serialized_network(self.network, config), watch)
         del watch  # lived as long as the build
         return None if blob is None else memoryview(blob)
 
