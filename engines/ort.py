@@ -178,7 +178,7 @@ class SlotEngine:
         try:
             step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            raise self._failed(error) from None
+            raise self._failed(error) from error
         assert step.logits is not None
         return step.logits
 
@@ -268,7 +268,7 @@ class SlotEngine:
             self._recording += step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
             if not step.recorded:
-                raise self._failed(error) from None
+                raise self._failed(error) from error
             self.graphs = False
             self._sessions.refuse_graphs(first_line(error))
             return again()

@@ -135,7 +135,7 @@ def open_session(path: Path, *, provider: str, threads: int, graphs: bool = Fals
         # Off: onnxruntime's own way to fall back, which says so on stdout.
         session = ort.InferenceSession(name, options, providers=chosen, enable_fallback=0)
     except Exception as error:  # onnxruntime's own exceptions share no base class below this
-        raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from None
+        raise EngineError(f"{path}: onnxruntime cannot load it: {first_line(error)}") from error
     if (taken := session.get_providers()[0]) != wanted:
         raise EngineError(f"provider '{provider}' fell back to {taken}: run leadout doctor --provider {provider}")
     _OPEN.add(session)

@@ -33,19 +33,23 @@ from ..errors import BundleError, ExportError
 Progress = Callable[[str], None]  # told in a line what an export does next, or leaves out
 
 _TRIES = 100  # to take a place that others want
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NUMPY_S = re.compile(r"problem writing element|requested and \d+ written")  # its word for each of them: no number
 # What decoding needs of a model's directory besides weights.
 TEXTS = (TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, GENERATION_CONFIG)
 
 
 def destination(out: str | Path) -> Path:
-    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced), and not
-    where this process is."""
+    """``out`` made absolute. Raises ExportError unless it is free, empty or a bundle (which will be replaced), and
+    neither a mount point nor where this process is."""
     place = Path(out).expanduser()
     with _named(place):
         if place.is_symlink() or (place.exists() and not place.is_dir()):
             raise ExportError(f"'{place}' is not a directory; choose another place for the bundle")
         if place.is_dir() and any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ExportError(f"'{place}' exists and is not a bundle; choose another place, or empty it")
+        if os.path.ismount(place):  # Path.is_mount says so of "."
+            raise ExportError(f"'{place}' is a mount point, which no directory can replace; choose a place below it")
         if place.is_dir() and _is_here(place):  # whoever is in what was replaced finds nothing there
             raise ExportError(f"'{place}' is where you are, and a bundle replaces what is there; go elsewhere first")
     return place.absolute()
@@ -170,14 +174,15 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _room(place: Path) -> Iterator[None]:
-    """A disk that is full inside becomes an ExportError that says how much it takes."""
+    """A disk that is full inside, or takes no file of that size, becomes an ExportError that says how much it takes."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in _FULL and not (error.errno is None and _NUMPY_S.search(str(error))):
             raise
         raise ExportError(
-            f"cannot write beside '{place}': {error.strerror}; an export takes 8 bytes a parameter there while it runs"
+            f"cannot write beside '{place}': {error.strerror or error}; an export takes 8 bytes a parameter there while"
+            " it runs"
         ) from None
 
 

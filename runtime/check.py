@@ -10,6 +10,7 @@ transformers'.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ def run(
     devices = {"target": provider, "draft": draft_provider or provider}
     for role in bundle.manifest.models:
         yield from check_model(role, bundle.model(role), devices[role], threads or cores())
-    yield from check_tokens(bundle, devices, threads)
+    try:
+        yield from check_tokens(bundle, devices, threads)
+    except EngineError as error:  # where no step rounds like another, or logits are no numbers
+        yield Check("answers", False, str(error))
 
 
 def graphs(model: Model, provider: str) -> list[str]:
@@ -124,6 +128,11 @@ def allowed(model: Model, golden: Golden) -> float:
     return SLACK * max(model.entry.parity.values(), default=0.0)
 
 
+def farther(one: float, other: float) -> float:
+    """The larger difference; not a number, which ``max`` passes over, if one of them is none."""
+    return float(np.maximum(one, other))
+
+
 def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Check:
     """Compare with the golden logits, in the widest steps that give all logits. ``limit``: the largest difference
     allowed."""
@@ -132,7 +141,7 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
         beside = None if golden.beside is None else golden.beside[row, :length]
         logits = stepped(engine, tokens[None, :length], min(length, engine.spec.max_verify), beside)
         found = np.take_along_axis(logits, golden.ids[row, :length].astype(np.int64), axis=-1)
-        worst = max(worst, float(np.abs(found - golden.logits[row, :length]).max()))
+        worst = farther(worst, float(np.abs(found - golden.logits[row, :length]).max()))
         agreed += (logits.argmax(-1) == golden.ids[row, :length, 0]).tolist()
     detail = f"largest difference {worst:.1e} (allowed {limit:.1e}), same first choice in {np.mean(agreed):.1%}"
     return Check(name, worst <= limit, detail)
@@ -155,7 +164,7 @@ def check_widths(
     apart = {width: float(np.abs(reference - stepped(engine, tokens, width, beside)).max()) for width in widths[1:]}
     if not engine.spec.reads_features:
         for width, difference in crossings(engine, tokens[0], widths):
-            apart[width] = max(apart.get(width, 0.0), difference)
+            apart[width] = farther(apart.get(width, 0.0), difference)
     differing = ", ".join(f"{width} (by {apart[width]:.1e})" for width in apart if apart[width] != 0.0)
     ok = all(value <= slack for value in apart.values())
     detail = f"differ: {differing}{note}" if differing else "one bit pattern"
@@ -171,7 +180,7 @@ def check_states(name: str, engine: Engine, tokens: Tokens, rows: int) -> Check:
     texts = np.stack([np.resize(np.roll(tokens, -row), total) for row in range(rows)])
     kept = list(_in_steps(engine, texts, width, commits=True))
     apart = zip(kept, _in_steps(engine, texts, width, commits=False), strict=True)
-    worst = max((float(np.abs(one - other).max()) for one, other in apart), default=0.0)
+    worst = functools.reduce(farther, (float(np.abs(one - other).max()) for one, other in apart), 0.0)
     return Check(name, worst == 0.0, f"differ by {worst:.1e} where they are carried on" if worst else "one bit pattern")
 
 

@@ -83,11 +83,12 @@ def variable(text: str) -> tuple[str, Any]:
 
 def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]) -> None:
     """Answer line after line of stdin, each after all before it. Raises what cannot be answered: before the first line
-    what is wrong with bundle, settings or variables, ContextError once the conversation has become too long."""
+    what is wrong with bundle, settings, variables or what the conversation begins with, ContextError once it has become
+    too long."""
     from ..runtime.pair import Chat
 
-    pair.answers([[0]], **settings)  # with any prompt: nothing runs, and what these models cannot do is refused
     pair.chat_template.check(variables)  # a template that is missing is missed now
+    check_beginning(pair, messages, variables, settings)
     for line in lines():
         messages.append({"role": "user", "content": line})
         stream = pair.stream(Chat(messages, **variables), **settings)
@@ -102,21 +103,57 @@ def converse(pair: Pair, messages: list[dict[str, str]], variables: dict[str, An
         messages.append({"role": "assistant", "content": "".join(texts)})
 
 
+def check_beginning(
+    pair: Pair, messages: list[dict[str, str]], variables: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Raise what any first line would end in, and UsageError for a system message that the template leaves out."""
+    from ..runtime.pair import Chat
+
+    line = {"role": "user", "content": "x"}
+    pair.answers([Chat([*messages, line], **variables)], **settings)  # nothing runs until the first is asked for
+    if messages:
+        others = [message | {"content": message["content"] + "x"} for message in messages]  # no template's own text
+        made, other = (pair.chat_template.render(Chat([*each, line], **variables)) for each in (messages, others))
+        if made == other:
+            raise UsageError("the bundle's chat template leaves out what --system says")
+
+
 def lines() -> Iterator[str]:
-    """What the user says; lines of white space say nothing. A terminal is asked for each."""
-    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    """What the user says; lines of white space say nothing. A terminal is asked for each. Raises UsageError, for the
+    line that it is, where it is no text."""
+    for line in asked() if sys.stdin.isatty() else piped():
+        if line.strip():
+            yield line
+
+
+def asked() -> Iterator[str]:
+    """The lines that are typed on a terminal."""
+    prompt = "> " if sys.stdout.isatty() else ""
     if prompt:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # gives input() its line editing
     while True:
         try:
-            line = input(prompt)
+            yield input(prompt)
         except EOFError:
             if prompt:
                 click.echo()  # Ctrl-D ends no line
             return
-        if line.strip():
-            yield line
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input: {error}") from None
+
+
+def piped() -> Iterator[str]:
+    """The lines of a pipe or a file, in UTF-8 as other files are, whatever the terminal's characters. They are decoded
+    one by one: what is wrong with the next is no matter of this one."""
+    number = 0
+    try:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input, line {number}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {error.strerror or error}") from None
 
 
 def noted(pieces: Iterable[Piece], texts: list[str]) -> Iterator[Piece]:

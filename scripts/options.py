@@ -4,7 +4,6 @@ files of prompts that they name."""
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -40,6 +39,7 @@ class Text(click.types.StringParamType):
 
 
 TEXT = Text()
+BIASES = "logit_bias of token"
 
 
 def draft_length(value: str) -> int | str:
@@ -262,7 +262,7 @@ def given(values: dict[str, Any], asked_in: str | None = None) -> dict[str, Any]
     for stands in the file ``asked_in``: raises UsageError where that and a setting are both standard input."""
     found = {name: value for name, value in values.items() if value is not None and value != ()}
     if "logit_bias" in found:
-        found["logit_bias"] = by_token(found["logit_bias"])
+        found["logit_bias"] = once(found["logit_bias"], BIASES)
     if "stop_token_id" in found:
         found["stop_token_ids"] = found.pop("stop_token_id")
     for name, read in (("json_schema", schema), ("grammar", read_text)):
@@ -273,13 +273,13 @@ def given(values: dict[str, Any], asked_in: str | None = None) -> dict[str, Any]
     return found
 
 
-def by_token(biases: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """What to add to each token's logit. Raises UsageError for a token that is named twice."""
-    found: dict[int, float] = {}
-    for token_id, amount in biases:
-        if token_id in found:
-            raise UsageError(f"logit_bias of token {token_id} is given twice")
-        found[token_id] = amount
+def once(pairs: Iterable[tuple[Any, Any]], what: str = "key") -> dict[Any, Any]:
+    """Names and values as a dict. Raises UsageError for a name that stands twice: one value would be lost."""
+    found: dict[Any, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UsageError(f"{what} {shown(name)} is given twice")
+        found[name] = value
     return found
 
 
@@ -290,6 +290,8 @@ def read_text(path: str) -> str:
             return str(file.read())
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError, as is what is no UTF-8
         what = called(path) if path == "-" else f"'{path}'"
+        if isinstance(error, UnicodeDecodeError):
+            what += f", line {1 + error.object[: error.start].count(10)}"
         raise UsageError(f"cannot read {what}: {getattr(error, 'strerror', None) or error}") from None
 
 
@@ -340,11 +342,11 @@ def read_row(text: str) -> dict[str, Any]:
     from ..runtime.prompts import Chat
 
     try:
-        row = json.loads(text, object_pairs_hook=each_once)
+        row = json.loads(text, object_pairs_hook=once)
+    except UsageError:  # a ValueError, too
+        raise
     except RecursionError:
         raise UsageError("not JSON: its brackets are nested too deep") from None
-    except UsageError:
-        raise
     except ValueError as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
@@ -354,22 +356,13 @@ def read_row(text: str) -> dict[str, Any]:
     elif not is_prompt(row["prompt"]):
         raise UsageError(f"a prompt must be text or a list of token ids, not {shown(row['prompt'])}")
     if isinstance(biases := row.get("logit_bias"), dict):
-        row["logit_bias"] = by_token(map(token_bias, biases, biases.values()))
+        row["logit_bias"] = once(map(token_bias, biases, biases.values()), BIASES)
     return {name: value for name, value in row.items() if name not in LABELS}
-
-
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises UsageError for a key that is there twice: one of its values would be dropped."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise UsageError(f"key {shown(twice)} is given twice")
-    return found
 
 
 def is_prompt(value: Any) -> bool:
     """Whether ``value`` is text, or a list that could be of token ids."""
-    return isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
+    return isinstance(value, str) or (isinstance(value, list) and {type(each) for each in value} == {int})
 
 
 def token_bias(token_id: str, amount: Any) -> tuple[int, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -404,6 +405,66 @@ def test_variables_are_given_once_and_messages_are_none(chatty: Path) -> None:
 def test_settings_are_refused_before_the_first_line(chatty: Path, option: tuple[object, ...]) -> None:
     result = run("chat", chatty, *option, "--threads", 1)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "answers", "line"),
+    [
+        (b"def f(x):\nreturn\n", 2, ""),
+        (b"\xef\xbb\xbfdef f(x):\r\n\r\nreturn\r\n", 2, ""),
+        (b"def f(x):\nreturn", 2, ""),
+        (b"def f(x):\n\xffeturn\n", 1, "standard input, line 2: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"def f(x):\n\n\xc3", 1, "standard input, line 3: 'utf-8' codec can't decode byte 0xc3"),
+    ],
+    ids=range(5),
+)
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as Python opens it, by the locale
+def test_a_line_of_a_pipe_is_a_message_without_its_end(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    typed: bytes,
+    answers: int,
+    line: str,
+    errors: str,
+) -> None:
+    told, messages = "", []
+    for text in ("def f(x):", "return")[:answers]:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": pair.generate(Chat(messages), max_new_tokens=4).text})
+        told += messages[-1]["content"] + "\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8", errors=errors, newline="\n"))
+    try:
+        cmd_chat.converse(pair, [], {}, {"max_new_tokens": 4})
+    except UsageError as error:
+        assert line and str(error).startswith(line)
+    else:
+        assert not line
+    assert capsys.readouterr().out == told
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "code", "line"),
+    [
+        (NO_SYSTEM + PLAIN, ("--system", "s"), 2, "does not take these messages: System role not supported"),
+        (NO_SYSTEM + PLAIN, (), 0, ""),
+        (STRICT, ("--system", "s"), 2, "the bundle's chat template leaves out what --system says"),
+        (STRICT, (), 0, ""),
+        (CHATML, ("--system", "Be brief."), 0, ""),  # the template's own
+        (PLAIN, ("--system", ""), 0, ""),
+        (PLAIN, ("--system", "s " * 300), 6, "this target takes at most 255"),
+        (PLAIN, ("--logit-bias", "512=1"), 2, "logit_bias: token id 512 is outside the vocabulary"),
+    ],
+)
+def test_what_no_line_could_be_answered_with_is_refused_before_there_is_one(
+    tiny_bundle: Path, tmp_path: Path, template: str, options: tuple[str, ...], code: int, line: str
+) -> None:
+    place = with_files(tiny_bundle, tmp_path / "b", chat_template_jinja=template)
+    result = run("chat", place, *options, "--threads", 1)
+    assert result.exit_code == code and line in result.stderr and result.stdout == ""
 
 
 class Interrupted:

@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import leadout
 from leadout.bundle import Bundle
 from leadout.engines.toy import ToyEngine
-from leadout.errors import UsageError
+from leadout.errors import CheckError, EngineError, UsageError
 from leadout.runtime import bench, check
 from leadout.runtime.bench import Bench
 from leadout.runtime.divergence import NEAR_TIE, first_divergence, spread
 from leadout.runtime.pair import Pair
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.settings import DRAFTS, Settings
+from leadout.scripts.cli import main
 
 pytestmark = pytest.mark.usefixtures("captures_once")
 
@@ -75,6 +77,50 @@ def test_golden_parity_sees_one_wrong_logit_and_not_the_padding() -> None:
     assert check.check_parity("golden", engine, golden(), 1e-4).ok
     assert not check.check_parity("golden", engine, golden(2e-4), 1e-4).ok
     assert check.check_parity("golden", engine, golden(2e-4), 3e-4).ok
+
+
+class Nowhere(ToyEngine):
+    """A toy whose logits are no numbers where a step ends at a length, with and without states that follow."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(law, VOCAB)
+        self.length, self.follows = length, True
+
+    def commit(self, lengths: Any) -> None:
+        self.follows = lengths != [0]
+
+    def forward(self, tokens: Any, past_lens: Any, logit_index: Any = None) -> Any:
+        logits = super().forward(tokens, past_lens, logit_index)
+        if past_lens[0] + tokens.shape[1] == self.length:
+            logits[0, -1] = np.nan
+        return logits
+
+
+def test_what_is_no_number_is_no_small_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = golden()
+    for length in truth.lengths.tolist():
+        assert not check.check_parity("parity", Nowhere(length), truth, 1.0).ok
+    row = np.arange(12, dtype=np.int64)[None] % VOCAB
+    assert not check.check_widths("widths", Nowhere(64), row, slack=1.0).ok  # where the row grows
+    monkeypatch.setattr(check, "CommittingEngine", Nowhere)
+    assert check.check_states("states", Nowhere(0), row, 1).ok
+    assert not check.check_states("states", Nowhere(100), row, 1).ok
+
+
+def test_models_that_can_give_no_answer_fail_the_check_and_not_the_command(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose states are not its text's: no step of it rounds like another, and a pair is not to be had."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise EngineError("on this processor its steps round by their width")
+
+    monkeypatch.setattr(check, "check_model", lambda *_: iter([check.Check("target: exact answers", False, "no")]))
+    monkeypatch.setattr(check, "load", refuses)
+    result = CliRunner().invoke(main, ["check", str(tiny_bundle)])
+    assert result.exit_code == CheckError.exit_code
+    assert result.stdout.endswith("FAIL answers: on this processor its steps round by their width\n")
+    assert result.stderr == "leadout: 3 of the checks failed, first: target: exact answers\n"
 
 
 def test_what_is_allowed_follows_the_precision() -> None:

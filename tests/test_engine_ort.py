@@ -370,6 +370,32 @@ def test_many_shapes_are_forgotten_and_come_back(engine: SlotEngine) -> None:
     assert np.array_equal(engine.forward(row[:, :2], START), first)
 
 
+@pytest.mark.parametrize("step", ["forward", "row_logits"])
+def test_what_a_signal_handler_raises_in_a_step_is_the_cause_of_what_is_raised(
+    engine: SlotEngine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def interrupted(_: ort_step.Step) -> int:
+        raise TimeoutError("too slow")
+
+    engine.reserve(4)
+    monkeypatch.setattr(ort_step.Step, "run", interrupted)
+    with pytest.raises(EngineError, match="too slow") as error:
+        engine.forward(np.array([[1, 2]]), at(0)) if step == "forward" else engine.row_logits([1, 2], 0, False)
+    assert isinstance(error.value.__cause__, TimeoutError)
+
+
+def test_what_a_signal_handler_raises_as_a_graph_is_read_is_the_cause_of_what_is_raised(
+    models: dict[str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("too slow")
+
+    monkeypatch.setattr("onnxruntime.InferenceSession", interrupted)
+    with pytest.raises(EngineError, match="cannot load it: too slow") as error:
+        SlotEngine(next(iter(models.values())))
+    assert isinstance(error.value.__cause__, TimeoutError)
+
+
 MOMENTS = [(ort_step.Step, "free"), (memory.HostBuffer, "grown"), (memory.HostBuffer, "__init__")]
 
 

@@ -526,6 +526,20 @@ def test_a_graph_that_is_not_the_model_is_never_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("graph", ["model.onnx", "onnx/model_q4.onnx"])
+def test_what_another_exporter_wrote_names_the_option_that_takes_it(graph: str, tmp_path: Path) -> None:
+    said = r"is not a checkpoint: .* missing; it is ONNX: give it with --from-onnx$"
+    (tmp_path / graph).parent.mkdir(exist_ok=True)
+    for path in (graph, f"{graph}_data"):
+        (tmp_path / path).touch()
+    for source in (tmp_path, tmp_path / graph):
+        with pytest.raises(ExportError, match=said):
+            load(source)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ExportError, match=said):
+        load(tmp_path)
+
+
 @pytest.mark.usefixtures("capture_once")
 def test_a_full_disk_is_told_with_what_an_export_takes(
     save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

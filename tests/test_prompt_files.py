@@ -58,7 +58,7 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
     for content, message in (
         ("\n", "standard input: no prompts in it"),
         ("\n{}", "standard input, line 2: expected an object"),
-        (b"\xff", "cannot read standard input: 'utf-8' codec"),
+        (b"\n\xff", "cannot read standard input, line 2: 'utf-8' codec"),
     ):
         typed(content)
         with pytest.raises(UsageError, match=message):
@@ -82,16 +82,27 @@ def test_prompts_and_grammars_may_come_from_standard_input(monkeypatch: pytest.M
         ),
         ('{"prompt": "x", "logit_bias": {"3": "much"}}', "logit_bias must be token ids and numbers"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "03": 2}}', "logit_bias of token 3 is given twice"),
-        ('{"prompt": "x", "seed": 1, "seed": 2}', "key 'seed' is given twice"),
         ('{"prompt": "x", "logit_bias": {"3": 1, "3": 2}}', "key '3' is given twice"),
+        ('{"prompt": "x", "seed": 1, "seed": 1}', "key 'seed' is given twice"),
+        ('{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "key 'content' is given twice"),
+        ('{"prompt": []}', "a prompt must be text or a list of token ids, not []"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = file(tmp_path, f'{{"prompt": "x"}}\n{line}\n')
     with pytest.raises(UsageError) as error:
         read_prompts(path)
     assert str(error.value).startswith(f"{path}, line 2: ") and message in str(error.value)
+
+
+def test_a_line_of_other_characters_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for begins in (b"", b"\xef\xbb\xbf"):
+        path.write_bytes(begins + b'{"prompt": "x"}\r\n\n{"prompt": "\xe9"}\n')
+        with pytest.raises(UsageError) as error:
+            read_prompts(str(path))
+        assert str(error.value).startswith(f"cannot read '{path}', line 3: 'utf-8' codec can't decode byte 0xe9")
 
 
 def test_biases_of_a_line_are_by_token(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ what the parser made of each graph, what was written, and that the dangerous for
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +32,7 @@ from leadout.engines.tensorrt.manifest import Profile, find, read
 from leadout.engines.tensorrt.manifest import dump as dump_manifest
 from leadout.errors import EngineError, ExportError, UsageError
 from leadout.export.graphs.passes import pack, simplify, to_nonpad
+from leadout.export.tensorrt import network
 from leadout.export.tensorrt.build import Sizes, build_engines, write_graph
 from leadout.export.tensorrt.graph import fix_capacity, lower
 from leadout.export.tensorrt.network import attention_layers, check_import, check_log, parse, unscale_keys
@@ -322,6 +326,38 @@ def test_a_failed_build_leaves_the_earlier_engine_and_no_rubbish(tmp_path: Path)
         build_engines(sealed(tmp_path, {"target": found.model("target").entry}), RTX, sizes=SIZES, capabilities=["86"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "target").glob("tensorrt*")} == before
     assert not list((tmp_path / "target").glob(".*"))
+
+
+def test_an_interrupt_in_a_callback_of_the_build_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT would drop it, and say that the build was canceled."""
+    found = bundle(tmp_path)
+    monkeypatch.setattr(network, "_SILENCE", -1.0)
+
+    def interrupts(line: str) -> None:
+        if " of " in line:  # a phase of the build
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_engines(found, RTX, sizes=SIZES, capabilities=["86"], progress=interrupts)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [*(tmp_path / "target").glob("tensorrt*"), *(tmp_path / "target").glob(".*")]
+
+
+def test_a_bundle_that_takes_no_engine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, write_bytes = bundle(tmp_path), Path.write_bytes
+
+    def full(path: Path, data: Any) -> int:
+        if path.suffix == ".engine":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ExportError, match=rf"^cannot write engines into '{tmp_path}': No space left on device; "):
+        build_engines(found, RTX, sizes=SIZES, capabilities=["86"])
+    assert not [*(tmp_path / "target").glob("tensorrt*"), *(tmp_path / "target").glob(".*")]
 
 
 def test_the_command_prints_the_engines(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support_graphs import Shape, entry
 
@@ -43,6 +44,28 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         with pytest.raises(ExportError, match=f"cannot write '{place}': "), aside(destination(place), print):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("values", [np.ones(1 << 16), np.ones((300, 300)).T], ids=["in order", "turned"])
+def test_a_disk_that_is_full_as_numpy_says_it_is_told(tmp_path: Path, values: np.ndarray) -> None:
+    """It gives no number of an error."""
+    with (
+        pytest.raises(ExportError, match=r"^cannot write beside .*out.: .*writ.*; an export takes 8 bytes"),
+        aside(tmp_path / "out", print),
+        Path("/dev/full").open("wb") as full,
+    ):
+        values.tofile(full)
+    with pytest.raises(OSError, match="no model"), aside(tmp_path / "out", print):
+        raise OSError("no model of that name")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the volume of a container is: at the end it could not be renamed."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    with pytest.raises(ExportError, match=rf"'{tmp_path}' is a mount point, .*; choose a place below it$"):
+        destination(tmp_path)
+    assert destination(tmp_path / "bundle") == tmp_path / "bundle"
 
 
 def test_where_one_is_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

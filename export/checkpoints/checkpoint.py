@@ -118,12 +118,16 @@ def _instead(place: Path) -> str:
         return "; it is an adapter (LoRA): merge it into the model it was trained for, and export that"
     if place.suffix == ".gguf" or any(place.glob("*.gguf")):
         return "; GGUF files are not read: export the checkpoint they were made of"
+    if place.suffix == ".onnx" or any(found for form in ("*.onnx", "onnx/*.onnx") for found in place.glob(form)):
+        return "; it is ONNX: give it with --from-onnx"
     return ""
 
 
 def _lacks_weights(place: Path) -> bool:
     """Whether a directory has a model's configuration and no weights; what an adapter learnt are none."""
-    return place.is_dir() and not any(found for name in ("model*", "pytorch_model*") for found in place.glob(name))
+    if not place.is_dir():
+        return False
+    return all(".onnx" in found.name for name in ("model*", "pytorch_model*") for found in place.glob(name))
 
 
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:

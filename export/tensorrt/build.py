@@ -20,12 +20,13 @@ from ...engines.plan import MOST_DRAFTED
 from ...engines.tensorrt import compat
 from ...engines.tensorrt.buildable import PRECISIONS, require_buildable
 from ...engines.tensorrt.manifest import PORTABLE, EngineManifest, Profile, dump, of_device
-from ...errors import EngineError, UsageError
+from ...errors import EngineError, ExportError, UsageError
 from ..writing import Progress
 from .graph import lower
 from .network import (
     add_profile,
     attention_layers,
+    awaited,
     check_import,
     errors,
     monitor,
@@ -104,15 +105,20 @@ def build_engines(
     ``precision``: one of PRECISIONS; of a bundle in fp16 only fp16. Without ``capabilities`` TensorRT-RTX builds a
     portable engine; TensorRT builds for the GPU at hand and takes none. Each engine and its manifest are written
     beside their place and renamed; earlier ones for the device are replaced, in whichever precision. Raises
-    UsageError, ExportError (a bundle that cannot be built), EngineError (an SDK or device that is not there, or a
-    build that failed).
+    UsageError, ExportError (a bundle that cannot be built, or written to), EngineError (an SDK or device that is not
+    there, or a build that failed).
     """
     models = [bundle.model(role) for role in bundle.manifest.models]
     for model in models:
         check_buildable(model, precision)
     targets = check_capabilities(sdk, capabilities)
     sizes.check(models)
-    return [path for model in models for path in _build_model(model, sdk, precision, sizes, targets, progress)]
+    try:
+        return [path for model in models for path in _build_model(model, sdk, precision, sizes, targets, progress)]
+    except OSError as error:  # no room, or nobody may write there
+        raise ExportError(
+            f"cannot write engines into '{bundle.path}': {error.strerror or error}; build in a copy of the bundle"
+        ) from None
 
 
 def check_buildable(model: Model, precision: str) -> None:
@@ -220,7 +226,7 @@ class _Build:
             add_profile(self.builder, self.network, config, profile, verify.max_width)
         config.progress_monitor = watch = monitor(self.trt, tell)
         with timing_cache(self.sdk, config, self.model.folder.parent / f"{self.sdk}-{target}.timing"):
-            blob = self.builder.build_serialized_network(self.network, config)
+            blob = awaited(lambda: self.builder.build_serialized_network(self.network, config), watch)
         del watch  # lived as long as the build
         return None if blob is None else memoryview(blob)
 

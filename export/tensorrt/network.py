@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...engines.tensorrt.manifest import Profile
+from ...engines.worker import Worker
 from ...errors import EngineError, one_line
 from ..writing import Progress
 
@@ -161,13 +162,14 @@ def add_profile(builder: Any, network: Any, config: Any, profile: Profile, wante
 
 
 def monitor(trt: Any, tell: Progress) -> Any:
-    """A progress monitor that tells the running phase, now and then."""
+    """A progress monitor that tells the running phase, now and then, and cancels a build that is not ``wanted``."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.steps: dict[str, int] = {}
             self.told = time.monotonic()
+            self.wanted = True
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             self.steps[phase] = steps
@@ -176,12 +178,30 @@ def monitor(trt: Any, tell: Progress) -> Any:
             if time.monotonic() - self.told > _SILENCE:
                 self.told = time.monotonic()
                 tell(f"{phase.lower()}, {step + 1} of {self.steps.get(phase, step + 1)}")
-            return True
+            return self.wanted
 
         def phase_finish(self, phase: str) -> None:
             self.steps.pop(phase, None)
 
     return Monitor()
+
+
+def awaited(build: Callable[[], Any], watch: Any) -> Any:
+    """What ``build`` gives, which ``watch`` (see ``monitor``) looks at. It runs in a thread of its own: TensorRT drops
+    an interrupt that comes in a callback, and says that the build failed. Here one cancels the build, and is raised
+    when that has ended."""
+    worker, found = Worker("leadout-build"), list[Any]()
+    done = worker.begin(lambda: found.append(build()))
+    try:
+        error = done.get()
+    except BaseException:
+        watch.wanted = False
+        raise
+    finally:
+        worker.close()
+    if error is not None:
+        raise error
+    return found[0]
 
 
 @contextlib.contextmanager
