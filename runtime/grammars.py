@@ -31,6 +31,7 @@ _SECONDS = 30.0  # what it compiles in time takes one or two
 _STAND_IN = "<|leadout: no end|>"
 _UNSPELLED = "\U0010ffff"  # no character, and so in no text
 _LITERAL = re.compile(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/|//.*')  # or a comment, of a grammar in Lark
+_NUMBER = re.compile(r"<\[(\d+)(?:[-,]\1)*\]>")  # of one token alone
 _TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
 
 
@@ -94,6 +95,9 @@ class Grammars:
         }
         named = "<" in lark  # it may ask for a special token by its name
         tokenizer, stand_in = self._read(name, ends, named=named)
+        for number in _NUMBER.findall(lark):  # llguidance writes more than its bytes, and takes these alone back
+            if int(number) < self._size and not tokenizer.is_special_token(int(number)):
+                raise UsageError(f"grammar: <[{number}]> asks for a token that is text by its number: write the text")
 
         def compiled() -> Compiled:
             try:

@@ -142,8 +142,8 @@ def test_a_letter_that_is_an_end_too_ends_only_what_is_complete(first):
     assert asked.allows(3, (1,)) and np.isfinite(asked.within(row, (1, 1)))[3]
 
 
-def test_brackets_in_a_text_give_a_rule_no_temperature():
-    text = 'start: "[temperature=" /[ab]/ // [temperature=1]'
+def test_brackets_in_a_text_give_a_rule_no_temperature_and_ask_for_no_token():
+    text = 'start: "[temperature= <[3]>" /<[ab]/ // [temperature=1] <[*]>'
     assert grammars(Codec.of(byte_level(330))).of(Settings(grammar=text), [0]) is not None
 
 
@@ -647,6 +647,8 @@ def test_settings_that_are_no_grammar_are_refused(given_, message):
             "grammar cannot be used where drafts are taken back: roll",
         ),
         ({"grammar": "start: t\nt[temperature=0.5]: /a+/"}, "grammar: a rule has no temperature of its own"),
+        ({"grammar": 'start: "a" <[3]>'}, r"grammar: <\[3\]> asks for a token that is text by its number: write"),
+        ({"grammar": 'start: ("a" <[13,13-13]>)+ "b"'}, r"grammar: <\[13\]> asks for a token that is text"),
         ({"regex": "z"}, "regex: no token of this tokenizer goes on with the answer"),
     ],
 )
