@@ -511,6 +511,35 @@ def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_i
                 collect(decoder.decode([request], eos_token_ids=[3]), 1)
 
 
+@pytest.mark.parametrize("length", [3, 5])
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.01, "rule": "block", "seed": 1}])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_limit_of_llguidance_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+    length, draft, sampling, ahead, monkeypatch
+):
+    """Rules that recurse on their right hand side: 150 of them come to it behind eight letters."""
+    come_as_far_as(monkeypatch, None)
+    rules = [f'x{i}: "a" x{i} | "a" | "b"' for i in range(150)]
+    lark = "\n".join([f"start: {' | '.join(f'x{i}' for i in range(150))}", *rules])
+    bound = grammars(ABC).of(Settings(grammar=lark), [3])
+    assert bound.allows(2, [0] * 10) and not bound.allows(3, []) and not bound.allows(2, [0] * 8)
+    for letters_ in (8, 99):
+
+        def target(context, letters_=letters_):
+            return np.array([0.97, 0.01, 0.01, 0.01] if len(context) < 15 + letters_ else [0.01, 0.97, 0.01, 0.01])
+
+        engines = ToyEngine(target, 4), ToyEngine(lambda context: np.array([0.97, 0.01, 0.01, 0.01]), 4)
+        decoder = Decoder(*engines, grammars=grammars(ABC), draft_ahead=ahead and draft == "model")
+        settings = Settings(grammar=lark, max_new_tokens=12, draft=draft, draft_length=length, **sampling)
+        events = decoder.decode([([0] * 15, settings)], eos_token_ids=[3])
+        if letters_ == 8:
+            assert collect(events, 1)[0] == [[0] * 8 + [1, 3]]
+        else:
+            with pytest.raises(UsageError, match="grammar: Parser Error: Current row has 2101 items; max is 2000"):
+                collect(events, 1)
+
+
 def test_columns_without_a_token_are_forbidden():
     size = VOCAB + 40
     for ends in ([LAST], []):
@@ -650,6 +679,8 @@ def test_settings_that_are_no_grammar_are_refused(given_, message):
         ({"grammar": 'start: "a" <[3]>'}, r"grammar: <\[3\]> asks for a token that is text by its number: write"),
         ({"grammar": 'start: ("a" <[13,13-13]>)+ "b"'}, r"grammar: <\[13\]> asks for a token that is text"),
         ({"regex": "z"}, "regex: no token of this tokenizer goes on with the answer"),
+        ({"regex": "zab"}, "regex: llguidance allows a token of this tokenizer here that it does not take"),
+        ({"grammar": 'start: "a" start'}, "grammar: parser error: Too many items"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason_before_anything_runs(given_, message):

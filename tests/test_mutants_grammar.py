@@ -102,6 +102,13 @@ def dead_ends_are_errors_where_they_are_met(monkeypatch):
         check(options, {}, False, monkeypatch)
 
 
+def limits_are_errors_where_they_are_met(monkeypatch):
+    for length in (3, 5):
+        test_grammar.test_a_limit_of_llguidance_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+            length, "model", {}, False, monkeypatch
+        )
+
+
 def what_is_forced_is_drafted(monkeypatch):
     test_grammar.test_what_is_forced_is_guessed_with_its_end()
     test_grammar.test_auto_drafts_what_is_forced_for_requests_with_a_grammar_alone()
@@ -138,6 +145,7 @@ CHECKS = [  # those first that take least
     what_is_kept_is_used,
     what_is_forced_is_drafted,
     dead_ends_are_errors_where_they_are_met,
+    limits_are_errors_where_they_are_met,
     texts_without_an_end_end,
     long_rows_hold,
     grammars_are_kept_and_forgotten,
@@ -176,7 +184,10 @@ MUTANTS = [
     Mutant("a complete text has no way out", G, "_looked", "mask.any() or not matcher.is_accepting()", "True"),
     Mutant("the longest text is the complete one", G, "ending", "return count\n", "continue\n"),
     Mutant("the text is not remembered", G, "extend", "self._text += tokens", "pass"),
-    Mutant("a broken matcher stays", G, "_failure", "failed, self._matcher =", "failed, _ ="),
+    Mutant("a broken matcher stays", G, "_failure", "self._renew()", "pass"),
+    Mutant("a limit in a draft is one of the text", G, "_place", "self._take_singly(new)", "0"),
+    Mutant("what was taken before a limit is lost", G, "_take_singly", "return count\n", "return 0\n"),
+    Mutant("a limit is met and stays", G, "_take_singly", "self._matcher = before", "pass"),
     Mutant("a draft that cannot go on is an error", model_drafter.ModelDrafter, "_choose", "and not draft.tokens", ""),
     Mutant("what cannot be taken back is compiled", G, "check", "not self._matcher.rollback(1)", "False"),
     Mutant("all ends are one", Grammars, "of", "frozenset(ends))", "frozenset([0]))"),
