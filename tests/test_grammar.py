@@ -31,7 +31,7 @@ from support_runtime import (
 )
 from test_block_drafter import BlockLaws
 from test_foreign_draft import byte_level, sentence_piece
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
@@ -109,6 +109,22 @@ def test_a_text_that_the_tokenizer_changes_is_written_as_it_stands(change, said,
         assert len(text) < 40
     assert tokenizer.decode(text) == said
     grammar.extend(text)
+
+
+@pytest.mark.parametrize("said", ["x<0x41>", "<0x41>", "a<0x41> \u00e9b"])
+def test_a_text_that_spells_a_byte_s_name_is_text_in_unigram_s_cut_too(said):
+    tokens = ["</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abx<>014A"]
+    scored = [(token, -float(i % 7)) for i, token in enumerate(tokens)]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=1, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(tokens[:2])
+    grammar, text = grammars(Codec.of(tokenizer)).of(Settings(regex=said), [0]), []
+    while (token := int(grammar.within(np.zeros(len(tokens), np.float32), text).argmax())) != 0:
+        text.append(token)
+        assert len(text) < 40
+    grammar.extend(text)
+    assert tokenizer.decode(text) == said
 
 
 @pytest.mark.parametrize("asked", [{"regex": "x.END.y"}, {"regex": "x[^b]{5}y"}, {"json_schema": {"const": "x[END]"}}])
