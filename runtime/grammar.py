@@ -80,11 +80,8 @@ class Grammar:
         self._address = self._mask.ctypes.data
 
     def fork(self) -> Grammar:
-        """A copy with a text of its own."""
-        self._stand(0)
-        other = Grammar(self._compiled)
-        other._matcher, other._lost, other._text = self._matcher.deep_copy(), self._lost, list(self._text)
-        return other
+        """Where it stands if the text goes on otherwise: good for as long as the text stays as it is."""
+        return Supposed(self, ())
 
     def matcher(self) -> LLMatcher:
         """One of its own before the first token, for who reads what is forced."""
@@ -256,6 +253,26 @@ class Grammar:
         if (why := reason(failed.get_error())) == "NoExtensionBias":  # nor may the text end here
             why = "no token of this tokenizer goes on with the answer"
         return UsageError(f"{self._compiled.name}: {why}")
+
+
+class Supposed(Grammar):
+    """Where ``grammar`` would stand behind ``tokens``. It asks that, whose matcher goes there and comes back: to copy a
+    matcher takes the longer the longer the text is."""
+
+    def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
+        self._compiled, self._of, self._tokens = grammar._compiled, grammar, list(tokens)
+
+    def fork(self) -> Grammar:
+        return Supposed(self._of, self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def allows(self, token: int, drafted: Sequence[int]) -> bool:
+        return self._of.allows(token, [*self._tokens, *drafted])
+
+    def within(self, logits: LogitRow, drafted: Sequence[int]) -> LogitRow:
+        return self._of.within(logits, [*self._tokens, *drafted])
 
 
 def reason(message: str) -> str:

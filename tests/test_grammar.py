@@ -38,7 +38,7 @@ from leadout.errors import EngineError, UsageError
 from leadout.runtime import admission
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters.forced import ForcedDrafter
-from leadout.runtime.grammar import reason
+from leadout.runtime.grammar import Grammar, reason
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.samples import samples
@@ -349,6 +349,16 @@ def test_a_draft_made_ahead_changes_nothing():
             assert written([one], draft_ahead=True)[:2] == alone([one])
 
 
+def test_a_draft_made_ahead_copies_no_matcher(monkeypatch):
+    """That would take the longer the longer the text is."""
+    come_as_far_as(monkeypatch, None)
+    made, init = [], Grammar.__init__
+    monkeypatch.setattr(Grammar, "__init__", lambda self, compiled: made.append(self) or init(self, compiled))
+    request = [1, 2, 3], Settings(regex="[a-k]{60}", max_new_tokens=60, draft="model", draft_length=3)
+    written([request], draft_ahead=True)
+    assert len(made) == 3, "to be checked, twice for the request"
+
+
 @pytest.mark.parametrize("draft", ["auto", "siblings", "model", "none"])
 def test_siblings_are_independent_answers_and_the_same_whoever_drafts(draft):
     prompt = [0, 1, 2, 0, 1]
@@ -464,8 +474,10 @@ def test_what_was_asked_before_changes_no_answer(parts, steps):
                 other.extend(drafted)
                 assert says(other, []) == says(fresh(bound, longer), [])
             else:
+                other.extend(drafted)
+                assert says(other, []) == tuple(range(VOCAB))
                 with pytest.raises(UsageError, match="does not take"):
-                    other.extend(drafted)
+                    fresh(bound, text).extend(drafted)
         elif kind == "e" and mask_after(matcher, [*text, *drafted], VOCAB) is not None and LAST not in drafted:
             grammar.extend(drafted)
             text += drafted
@@ -498,8 +510,8 @@ def test_behind_what_is_forbidden_nothing_is_said_and_nothing_raised():
         assert grammar.within(row, drafted) is row and grammar.allows(3, drafted)
     assert says(grammar, []) == (11,)
     with pytest.raises(UsageError, match="regex: llguidance allows a token of this tokenizer here that it does not"):
-        grammar.fork().extend([5, 5])
-    lost = grammar.fork()
+        fresh({"regex": "abc"}, []).extend([5, 5])
+    lost = fresh({"regex": "abc"}, [])
     lost.extend([11, 2, LAST])
     lost.extend([0])
     assert says(lost, []) == says(lost, [1, 2]) == tuple(range(VOCAB)) and lost.fork().allows(3, [])

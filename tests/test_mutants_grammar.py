@@ -71,6 +71,7 @@ def copies_are_apart(monkeypatch):
     other = one.fork()
     other.extend([2])
     assert test_grammar.says(one, []) == (2,) and test_grammar.says(other, []) == (3, 4)
+    assert other.allows(3, []) and not one.allows(3, []) and other.fork().allows(3, [])
     chain = sampling.Chain(Settings(regex="[ab]c[de]"), test_grammar.VOCAB, [1], (), one)
     copy = chain.fork()
     copy.extend([2])
@@ -167,8 +168,9 @@ MUTANTS = [
     Mutant("a long row is not masked", sampling.Sampler, "choose", "grammar.within(row, drafted)", "row"),
     Mutant("the text is not told", C, "extend", "self.grammar.extend(tokens)", "pass"),
     Mutant("a copy shares the state", C, "fork", "self.grammar.fork()", "self.grammar"),
-    Mutant("a copy begins where a draft stood", G, "fork", "self._stand(0)", "pass"),
-    Mutant("a copy begins anew", G, "fork", "self._matcher.deep_copy()", "self._compiled.matcher.deep_copy()"),
+    Mutant("what is supposed is in no mask", grammar.Supposed, "within", "[*self._tokens, *drafted]", "drafted"),
+    Mutant("what is supposed is not seen", grammar.Supposed, "allows", "[*self._tokens, *drafted]", "drafted"),
+    Mutant("what is supposed is forgotten", grammar.Supposed, "fork", "self._tokens", "()"),
     Mutant("what was known of another draft stays", G, "_place", "_places[same + 1 :]", "_places[same + 2 :]"),
     Mutant("a draft is never taken back", G, "_stand", "back > 0 and", "False and"),
     Mutant("what was taken back is not taken again", G, "_stand", "if back < 0", "if False"),
