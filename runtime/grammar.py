@@ -80,11 +80,8 @@ class Grammar:
         self._address = self._mask.ctypes.data
 
     def fork(self) -> Grammar:
-        """A copy with a text of its own."""
-        self._stand(0)
-        other = Grammar(self._compiled)
-        other._matcher, other._lost, other._text = self._matcher.deep_copy(), self._lost, list(self._text)
-        return other
+        """Where it stands if the text goes on otherwise: good for as long as the text stays as it is."""
+        return Supposed(self, ())
 
     def matcher(self) -> LLMatcher:
         """One of its own before the first token, for who reads what is forced."""
@@ -97,11 +94,10 @@ class Grammar:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append ``tokens`` to the text. Raises UsageError for one that was allowed and is not taken: llguidance may
-        cut a text in another way than it reads it."""
+        cut a text in another way than it reads it, or come to a limit of its own."""
         if self._place(tokens) is None:
-            if not self._lost and tokens[len(self._ahead)] not in self.ends:
-                name = self._compiled.name
-                raise UsageError(f"{name}: llguidance allows a token of this tokenizer here that it does not take")
+            if not self._lost and (token := tokens[len(self._ahead)]) not in self.ends:
+                raise self._untaken(token)
             self._lost = True
             return
         count = len(tokens)
@@ -151,7 +147,10 @@ class Grammar:
         if place is None or place.cap is None:
             raise UsageError(f"{name} allows the empty answer alone, which a target without an end token cannot give")
         first = int(place.cap.argmax())
-        if self._matcher.try_consume_tokens([first]) and not self._matcher.rollback(1):
+        if not self._matcher.try_consume_tokens([first]):
+            if first not in self.ends:
+                raise self._untaken(first)
+        elif not self._matcher.rollback(1):
             raise UsageError(f"{name} cannot be used where drafts are taken back: {reason(self._matcher.get_error())}")
 
     def _place(self, drafted: Sequence[int]) -> _Place | None:
@@ -165,6 +164,8 @@ class Grammar:
             del ahead[same:], self._places[same + 1 :]
             new = list(drafted[same:])
             taken = self._matcher.try_consume_tokens(new)
+            if taken < len(new) and self._matcher.is_error():
+                taken = self._take_singly(new)
             ahead += new[:taken]
             self._places += [_Place() for _ in range(taken)]
             self._stands = same = same + taken
@@ -220,14 +221,58 @@ class Grammar:
             return not_finite()
         return UsageError(f"{self._compiled.name}: no token that it allows here is possible")
 
-    def _failure(self) -> UsageError:
-        """The error for a matcher that has failed; a new one takes its place at the end of the text."""
-        failed, self._matcher = self._matcher, self._compiled.matcher.deep_copy()
+    def _take_singly(self, new: Sequence[int]) -> int:
+        """How many of ``new`` can be taken by a matcher that failed over one of them: the text may go elsewhere."""
+        self._renew()
+        self._stand(len(self._ahead))
+        for count, token in enumerate(new):
+            before = self._matcher.deep_copy()
+            if not self._matcher.try_consume_tokens([token]):
+                self._matcher = before
+                return count
+        return len(new)
+
+    def _renew(self) -> None:
+        """A new matcher in place of one that has failed, at the end of the text."""
+        self._matcher = self._compiled.matcher.deep_copy()
         self._matcher.try_consume_tokens(self._text)
         self._stands = 0
+
+    def _untaken(self, token: int) -> UsageError:
+        """The error for a token that was allowed behind ``_ahead`` and is not taken."""
+        self._stand(len(self._ahead))
+        if not self._matcher.try_consume_tokens([token]) and self._matcher.is_error():
+            return self._failure()
+        name = self._compiled.name
+        return UsageError(f"{name}: llguidance allows a token of this tokenizer here that it does not take")
+
+    def _failure(self) -> UsageError:
+        """The error for a matcher that has failed."""
+        failed = self._matcher
+        self._renew()
         if (why := reason(failed.get_error())) == "NoExtensionBias":  # nor may the text end here
             why = "no token of this tokenizer goes on with the answer"
         return UsageError(f"{self._compiled.name}: {why}")
+
+
+class Supposed(Grammar):
+    """Where ``grammar`` would stand behind ``tokens``. It asks that, whose matcher goes there and comes back: to copy a
+    matcher takes the longer the longer the text is."""
+
+    def __init__(self, grammar: Grammar, tokens: Sequence[int]) -> None:
+        self._compiled, self._of, self._tokens = grammar._compiled, grammar, list(tokens)
+
+    def fork(self) -> Grammar:
+        return Supposed(self._of, self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def allows(self, token: int, drafted: Sequence[int]) -> bool:
+        return self._of.allows(token, [*self._tokens, *drafted])
+
+    def within(self, logits: LogitRow, drafted: Sequence[int]) -> LogitRow:
+        return self._of.within(logits, [*self._tokens, *drafted])
 
 
 def reason(message: str) -> str:

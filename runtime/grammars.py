@@ -31,6 +31,8 @@ _SECONDS = 30.0  # what it compiles in time takes one or two
 _STAND_IN = "<|leadout: no end|>"
 _UNSPELLED = "\U0010ffff"  # no character, and so in no text
 _LITERAL = re.compile(r'"(\\.|[^"\\])*"|/(\\.|[^/\\])+/|//.*')  # or a comment, of a grammar in Lark
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_NUMBER = re.compile(r"<\[(\d+)(?:[-,]\1)*\]>")  # of one token alone
 _TEMPERATURE = re.compile(r"\[[^\]/\"]*\btemperature\s*=")
 
 
@@ -94,6 +96,9 @@ class Grammars:
         }
         named = "<" in lark  # it may ask for a special token by its name
         tokenizer, stand_in = self._read(name, ends, named=named)
+        for number in _NUMBER.findall(lark):  # llguidance writes more than its bytes, and takes these alone back
+            if int(number) < self._size and not tokenizer.is_special_token(int(number)):
+                raise UsageError(f"grammar: <[{number}]> asks for a token that is text by its number: write the text")
 
         def compiled() -> Compiled:
             try:
@@ -163,7 +168,8 @@ def literal(settings: dict[str, Any]) -> dict[str, Any]:
     """A ``tokenizer.json``, changed so that it cuts a text as it stands.
 
     Where a form leaves one text alone to go on with, llguidance takes this tokenizer's cut, and fails where that spells
-    another text: normalised (NFC makes one letter of two), behind a space, or without those beside an added token.
+    another text: normalised (NFC makes one letter of two), behind a space, or without those beside an added token. In
+    Unigram's cut "<0x41>" is the byte of that name, unless that is less likely than its six letters are.
     """
     settings["normalizer"] = {"type": "Sequence", "normalizers": _marking(settings["normalizer"])}
     pre_tokenizers = [settings["pre_tokenizer"]]
@@ -173,6 +179,9 @@ def literal(settings: dict[str, Any]) -> dict[str, Any]:
         pre_tokenizers += (each or {}).get("pretokenizers", ())
     for token in settings["added_tokens"]:
         token["lstrip"] = token["rstrip"] = False
+    if (model := settings["model"])["type"] == "Unigram":
+        lowest = 9 * min([0.0, *(score for _, score in model["vocab"])]) - 9
+        model["vocab"] = [[name, lowest if _BYTE.fullmatch(name) else score] for name, score in model["vocab"]]
     return settings
 
 

@@ -31,14 +31,14 @@ from support_runtime import (
 )
 from test_block_drafter import BlockLaws
 from test_foreign_draft import byte_level, sentence_piece
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import EngineError, UsageError
 from leadout.runtime import admission
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters.forced import ForcedDrafter
-from leadout.runtime.grammar import reason
+from leadout.runtime.grammar import Grammar, reason
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.samples import samples
@@ -111,6 +111,22 @@ def test_a_text_that_the_tokenizer_changes_is_written_as_it_stands(change, said,
     grammar.extend(text)
 
 
+@pytest.mark.parametrize("said", ["x<0x41>", "<0x41>", "a<0x41> \u00e9b"])
+def test_a_text_that_spells_a_byte_s_name_is_text_in_unigram_s_cut_too(said):
+    tokens = ["</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abx<>014A"]
+    scored = [(token, -float(i % 7)) for i, token in enumerate(tokens)]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=1, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(tokens[:2])
+    grammar, text = grammars(Codec.of(tokenizer)).of(Settings(regex=said), [0]), []
+    while (token := int(grammar.within(np.zeros(len(tokens), np.float32), text).argmax())) != 0:
+        text.append(token)
+        assert len(text) < 40
+    grammar.extend(text)
+    assert tokenizer.decode(text) == said
+
+
 @pytest.mark.parametrize("asked", [{"regex": "x.END.y"}, {"regex": "x[^b]{5}y"}, {"json_schema": {"const": "x[END]"}}])
 def test_an_end_that_is_written_like_text_ends_no_text_before_it_is_complete(asked):
     """Some tokenizers have it among the added tokens, but not as a special one."""
@@ -142,8 +158,8 @@ def test_a_letter_that_is_an_end_too_ends_only_what_is_complete(first):
     assert asked.allows(3, (1,)) and np.isfinite(asked.within(row, (1, 1)))[3]
 
 
-def test_brackets_in_a_text_give_a_rule_no_temperature():
-    text = 'start: "[temperature=" /[ab]/ // [temperature=1]'
+def test_brackets_in_a_text_give_a_rule_no_temperature_and_ask_for_no_token():
+    text = 'start: "[temperature= <[3]>" /<[ab]/ // [temperature=1] <[*]>'
     assert grammars(Codec.of(byte_level(330))).of(Settings(grammar=text), [0]) is not None
 
 
@@ -333,6 +349,16 @@ def test_a_draft_made_ahead_changes_nothing():
             assert written([one], draft_ahead=True)[:2] == alone([one])
 
 
+def test_a_draft_made_ahead_copies_no_matcher(monkeypatch):
+    """That would take the longer the longer the text is."""
+    come_as_far_as(monkeypatch, None)
+    made, init = [], Grammar.__init__
+    monkeypatch.setattr(Grammar, "__init__", lambda self, compiled: made.append(self) or init(self, compiled))
+    request = [1, 2, 3], Settings(regex="[a-k]{60}", max_new_tokens=60, draft="model", draft_length=3)
+    written([request], draft_ahead=True)
+    assert len(made) == 3, "to be checked, twice for the request"
+
+
 @pytest.mark.parametrize("draft", ["auto", "siblings", "model", "none"])
 def test_siblings_are_independent_answers_and_the_same_whoever_drafts(draft):
     prompt = [0, 1, 2, 0, 1]
@@ -448,8 +474,10 @@ def test_what_was_asked_before_changes_no_answer(parts, steps):
                 other.extend(drafted)
                 assert says(other, []) == says(fresh(bound, longer), [])
             else:
+                other.extend(drafted)
+                assert says(other, []) == tuple(range(VOCAB))
                 with pytest.raises(UsageError, match="does not take"):
-                    other.extend(drafted)
+                    fresh(bound, text).extend(drafted)
         elif kind == "e" and mask_after(matcher, [*text, *drafted], VOCAB) is not None and LAST not in drafted:
             grammar.extend(drafted)
             text += drafted
@@ -482,8 +510,8 @@ def test_behind_what_is_forbidden_nothing_is_said_and_nothing_raised():
         assert grammar.within(row, drafted) is row and grammar.allows(3, drafted)
     assert says(grammar, []) == (11,)
     with pytest.raises(UsageError, match="regex: llguidance allows a token of this tokenizer here that it does not"):
-        grammar.fork().extend([5, 5])
-    lost = grammar.fork()
+        fresh({"regex": "abc"}, []).extend([5, 5])
+    lost = fresh({"regex": "abc"}, [])
     lost.extend([11, 2, LAST])
     lost.extend([0])
     assert says(lost, []) == says(lost, [1, 2]) == tuple(range(VOCAB)) and lost.fork().allows(3, [])
@@ -509,6 +537,35 @@ def test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_i
         else:
             with pytest.raises(UsageError, match="regex: no token of this tokenizer goes on with the answer"):
                 collect(decoder.decode([request], eos_token_ids=[3]), 1)
+
+
+@pytest.mark.parametrize("length", [3, 5])
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.01, "rule": "block", "seed": 1}])
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+def test_a_limit_of_llguidance_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+    length, draft, sampling, ahead, monkeypatch
+):
+    """Rules that recurse on their right hand side: 150 of them come to it behind eight letters."""
+    come_as_far_as(monkeypatch, None)
+    rules = [f'x{i}: "a" x{i} | "a" | "b"' for i in range(150)]
+    lark = "\n".join([f"start: {' | '.join(f'x{i}' for i in range(150))}", *rules])
+    bound = grammars(ABC).of(Settings(grammar=lark), [3])
+    assert bound.allows(2, [0] * 10) and not bound.allows(3, []) and not bound.allows(2, [0] * 8)
+    for letters_ in (8, 99):
+
+        def target(context, letters_=letters_):
+            return np.array([0.97, 0.01, 0.01, 0.01] if len(context) < 15 + letters_ else [0.01, 0.97, 0.01, 0.01])
+
+        engines = ToyEngine(target, 4), ToyEngine(lambda context: np.array([0.97, 0.01, 0.01, 0.01]), 4)
+        decoder = Decoder(*engines, grammars=grammars(ABC), draft_ahead=ahead and draft == "model")
+        settings = Settings(grammar=lark, max_new_tokens=12, draft=draft, draft_length=length, **sampling)
+        events = decoder.decode([([0] * 15, settings)], eos_token_ids=[3])
+        if letters_ == 8:
+            assert collect(events, 1)[0] == [[0] * 8 + [1, 3]]
+        else:
+            with pytest.raises(UsageError, match="grammar: Parser Error: Current row has 2101 items; max is 2000"):
+                collect(events, 1)
 
 
 def test_columns_without_a_token_are_forbidden():
@@ -647,7 +704,11 @@ def test_settings_that_are_no_grammar_are_refused(given_, message):
             "grammar cannot be used where drafts are taken back: roll",
         ),
         ({"grammar": "start: t\nt[temperature=0.5]: /a+/"}, "grammar: a rule has no temperature of its own"),
+        ({"grammar": 'start: "a" <[3]>'}, r"grammar: <\[3\]> asks for a token that is text by its number: write"),
+        ({"grammar": 'start: ("a" <[13,13-13]>)+ "b"'}, r"grammar: <\[13\]> asks for a token that is text"),
         ({"regex": "z"}, "regex: no token of this tokenizer goes on with the answer"),
+        ({"regex": "zab"}, "regex: llguidance allows a token of this tokenizer here that it does not take"),
+        ({"grammar": 'start: "a" start'}, "grammar: parser error: Too many items"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason_before_anything_runs(given_, message):

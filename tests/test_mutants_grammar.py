@@ -71,6 +71,7 @@ def copies_are_apart(monkeypatch):
     other = one.fork()
     other.extend([2])
     assert test_grammar.says(one, []) == (2,) and test_grammar.says(other, []) == (3, 4)
+    assert other.allows(3, []) and not one.allows(3, []) and other.fork().allows(3, [])
     chain = sampling.Chain(Settings(regex="[ab]c[de]"), test_grammar.VOCAB, [1], (), one)
     copy = chain.fork()
     copy.extend([2])
@@ -100,6 +101,13 @@ def dead_ends_are_errors_where_they_are_met(monkeypatch):
     check = test_grammar.test_what_cannot_be_spelled_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft
     for options in ({"draft_length": 3}, {"draft_length": 5}, {"branches": (2, 2)}):
         check(options, {}, False, monkeypatch)
+
+
+def limits_are_errors_where_they_are_met(monkeypatch):
+    for length in (3, 5):
+        test_grammar.test_a_limit_of_llguidance_is_an_error_where_the_text_comes_to_it_and_not_in_a_draft(
+            length, "model", {}, False, monkeypatch
+        )
 
 
 def what_is_forced_is_drafted(monkeypatch):
@@ -138,6 +146,7 @@ CHECKS = [  # those first that take least
     what_is_kept_is_used,
     what_is_forced_is_drafted,
     dead_ends_are_errors_where_they_are_met,
+    limits_are_errors_where_they_are_met,
     texts_without_an_end_end,
     long_rows_hold,
     grammars_are_kept_and_forgotten,
@@ -159,8 +168,9 @@ MUTANTS = [
     Mutant("a long row is not masked", sampling.Sampler, "choose", "grammar.within(row, drafted)", "row"),
     Mutant("the text is not told", C, "extend", "self.grammar.extend(tokens)", "pass"),
     Mutant("a copy shares the state", C, "fork", "self.grammar.fork()", "self.grammar"),
-    Mutant("a copy begins where a draft stood", G, "fork", "self._stand(0)", "pass"),
-    Mutant("a copy begins anew", G, "fork", "self._matcher.deep_copy()", "self._compiled.matcher.deep_copy()"),
+    Mutant("what is supposed is in no mask", grammar.Supposed, "within", "[*self._tokens, *drafted]", "drafted"),
+    Mutant("what is supposed is not seen", grammar.Supposed, "allows", "[*self._tokens, *drafted]", "drafted"),
+    Mutant("what is supposed is forgotten", grammar.Supposed, "fork", "self._tokens", "()"),
     Mutant("what was known of another draft stays", G, "_place", "_places[same + 1 :]", "_places[same + 2 :]"),
     Mutant("a draft is never taken back", G, "_stand", "back > 0 and", "False and"),
     Mutant("what was taken back is not taken again", G, "_stand", "if back < 0", "if False"),
@@ -176,7 +186,10 @@ MUTANTS = [
     Mutant("a complete text has no way out", G, "_looked", "mask.any() or not matcher.is_accepting()", "True"),
     Mutant("the longest text is the complete one", G, "ending", "return count\n", "continue\n"),
     Mutant("the text is not remembered", G, "extend", "self._text += tokens", "pass"),
-    Mutant("a broken matcher stays", G, "_failure", "failed, self._matcher =", "failed, _ ="),
+    Mutant("a broken matcher stays", G, "_failure", "self._renew()", "pass"),
+    Mutant("a limit in a draft is one of the text", G, "_place", "self._take_singly(new)", "0"),
+    Mutant("what was taken before a limit is lost", G, "_take_singly", "return count\n", "return 0\n"),
+    Mutant("a limit is met and stays", G, "_take_singly", "self._matcher = before", "pass"),
     Mutant("a draft that cannot go on is an error", model_drafter.ModelDrafter, "_choose", "and not draft.tokens", ""),
     Mutant("what cannot be taken back is compiled", G, "check", "not self._matcher.rollback(1)", "False"),
     Mutant("all ends are one", Grammars, "of", "frozenset(ends))", "frozenset([0]))"),
