@@ -256,7 +256,8 @@ class Foresight(Sampler):
 
 
 def suppose(row: Row, tokens: Items[int]) -> Row:
-    """``row`` as if ``tokens`` were committed. Of its mutable parts only the noise is shared with ``row``."""
+    """``row`` as if ``tokens`` were committed, for as long as its text stays as it is. Of its mutable parts only the
+    noise is shared with it, and the matcher of a grammar, which goes back where it was."""
     chain = row.sampler.chain.fork()
     chain.extend(tokens)
     sequence = dataclasses.replace(row.sequence, tokens=[*row.sequence.tokens, *tokens])
