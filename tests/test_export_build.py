@@ -273,12 +273,17 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
         ("empty", "", r"missing$"),
         ("adapter", "adapter_config.json", "an adapter .LoRA.: merge it"),
         ("gguf", "model.Q4_0.gguf", "GGUF files are not read"),
+        ("graphs", "model.onnx", "leadout export --from-onnx [^ ]*graphs "),
+        ("bundle", "leadout.json", "a bundle already"),
     ):  # who publishes an adapter may leave its model's config.json beside it
         (tmp_path / name).mkdir()
         if there:
             (tmp_path / name / there).touch()
         with pytest.raises(ExportError, match=rf"config\.json is missing.*{hint}" if there else hint):
             export_pair(tmp_path / name, None, tmp_path / "out")
+    (tmp_path / "graphs" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ExportError, match=r"its weights are missing; ONNX graphs are taken with"):
+        export_pair(tmp_path / "graphs", None, tmp_path / "out")
     (tmp_path / "adapter" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     with pytest.raises(ExportError, match=r"its weights are missing; it is an adapter .LoRA.: merge it"):
@@ -289,7 +294,7 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf", "graphs", "bundle"}
 
 
 @pytest.mark.parametrize(

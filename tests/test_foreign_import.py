@@ -124,8 +124,38 @@ def test_which_graph_is_taken(tmp_path: Path) -> None:
     (tmp_path / "none/config.json").write_text('{"max_position_embeddings": 9}')
     with pytest.raises(ExportError, match="leadout export"):
         read_source(tmp_path / "none")
-    with pytest.raises(ExportError, match="no model directory"):
+    with pytest.raises(ExportError, match=r"no model directory or graph '[^ ]*nowhere'$"):
         read_source(tmp_path / "nowhere")
+
+
+def test_a_folder_onnx_is_taken_by_its_name(tmp_path: Path) -> None:
+    """One beside a configuration belongs to it; one with a configuration of its own is a model directory (optimum's
+    output goes where it is told)."""
+    beside = directory(tmp_path / "beside", decoder())
+    onnx.save(decoder(), beside / "model.onnx")
+    assert read_source(beside / "onnx").graph.path == beside / "onnx/model.onnx"
+    assert read_source(beside / "onnx").root == beside
+    own = directory(tmp_path / "own/onnx", decoder(), "model.onnx")
+    for place in (own, own / "model.onnx"):
+        assert read_source(place).root == own
+
+
+def test_names_that_no_graph_can_be_taken_from_are_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="hf download OWNER/NAME --local-dir DIR"):
+        read_source("OWNER/NAME")
+    (tmp_path / "leadout.json").write_text("{}")
+    with pytest.raises(ExportError, match="is a bundle already"):
+        read_source(tmp_path)
+
+
+def test_other_graphs_of_a_directory_are_told(tmp_path: Path) -> None:
+    root, told = directory(tmp_path / "many", decoder()), list[str]()
+    onnx.save(decoder(), root / "onnx/model_q4.onnx")
+    import_pair(root, None, tmp_path / "out", progress=told.append)
+    assert any("others" in line and "onnx/model_q4.onnx" in line for line in told)
+    told.clear()
+    import_pair(root / "onnx/model_q4.onnx", None, tmp_path / "out", progress=told.append)
+    assert not any("others" in line for line in told)
 
 
 def external(folder: Path, location: str) -> Path:

@@ -48,7 +48,8 @@ def import_pair(
     Raises ExportError naming what cannot be used and why; then ``out`` is as it was.
     """
     place = destination(out)
-    sources = {"target": read_source(target_dir)} | ({} if draft_dir is None else {"draft": read_source(draft_dir)})
+    given = {"target": Path(target_dir)} | ({} if draft_dir is None else {"draft": Path(draft_dir)})
+    sources = {role: read_source(path) for role, path in given.items()}
     target = sources["target"]
     if target.graph.per_tensor:
         raise ExportError(
@@ -71,7 +72,8 @@ def import_pair(
     with aside(place, progress) as folder:
         entries = {}
         for role, source in sources.items():
-            progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")
+            others = _others(source) if given[role].is_dir() else ""
+            progress(f"{role}: copying {source.graph.path.name} of {source.root.name}{others}")
             if source.note:
                 progress(f"{role}: {source.note}")
             entries[role] = _import_model(source, folder / role, progress)
@@ -90,6 +92,14 @@ def import_pair(
         write_manifest(folder, entries, target.sampling, provenance | {"onnx": metadata.version("onnx")})
         _require_readable(folder, place)
     return place
+
+
+def _others(source: Source) -> str:
+    """Which graphs could be taken instead, for people."""
+    taken, root = source.graph.path, source.root
+    found = sorted({path for folder in (root, root / "onnx") for path in folder.glob("*.onnx")} - {taken})
+    names = ", ".join(str(path.relative_to(root)) for path in found)
+    return f" (it has others, which are taken if their path is given: {names})" if names else ""
 
 
 def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntry:
