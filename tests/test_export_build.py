@@ -159,6 +159,11 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "doge", "keep_window_size": 63}, "doge.*keep_window_size.* must be at least 64, not 63"),
         ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "conv"]}, "lfm2.*all of its layers"),
         ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*an encoder"),
+        ({"model_type": "llama4", "text_config": {}}, "llama4.*by what it believes its cache holds"),
+        ({"model_type": "llama4_text", "no_rope_layers": [0] * 48}, "llama4_text.*by what it believes its cache holds"),
+        ({"model_type": "longcat_flash"}, "longcat_flash.*experts has some that compute nothing"),
+        ({"model_type": "xlm"}, "xlm.*masks of its own"),
+        ({"model_type": "gpt_neo"}, "gpt_neo.*local attention depends on the cache's capacity"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
