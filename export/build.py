@@ -34,9 +34,10 @@ from .checkpoints.defaults import choose_sampling, keep_readable
 from .checkpoints.hub import require_there
 from .checkpoints.pairing import Vocabulary
 from .drafts.choice import DraftChoice, InOneStep, choose_draft, mask_of
-from .drafts.head_checkpoint import Head, read_head
+from .drafts.head_checkpoint import Head, is_head, read_head
 from .drafts.ids import DraftIds
 from .drafts.mtp import OwnLayers, has_own_layers, own_layers
+from .foreign.importing import ChooseDraft, WriteDraft
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .graphs.experts import never_alone, unrounded_experts
 from .graphs.passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
@@ -123,6 +124,43 @@ def export_pair(
         shutil.rmtree(folder / SCRATCH)
         write_manifest(folder, entries, sampling, _provenance(sources, configs))
     return place
+
+
+def beside_import(
+    draft: str | Path,
+    *,
+    draft_precision: str | None = None,
+    draft_vocabulary: int | str | Path | None = None,
+    calibration: Sequence[str | Path] = (),
+    mask_token: int | str | None = None,
+    progress: Progress = silent,
+) -> ChooseDraft:
+    """A checkpoint that drafts for an imported target (``import_pair``); as ``export_pair``, with the same errors."""
+    choice = choose_draft("", draft, "fp32", draft_precision)
+    if choice is None or choice.made != "checkpoint" or is_head(require_there(choice.source)):
+        raise UsageError(f"draft '{draft}' needs its target's checkpoint; beside --from-onnx take a model of its own")
+    _check_asked(choice, draft_precision, draft_vocabulary, calibration, mask_token)
+    length = context_length(config := read_config(choice.source))
+    _check_halves(config, "draft-precision", choice.precisions)
+
+    def choose(tokens: Vocabulary) -> WriteDraft:
+        ids = _ids_of(choice, None, config, tokens, draft_vocabulary, calibration)
+        at_once = _in_one_step(choice, None, config, mask_token, ids, progress)
+        how = choice.in_one_step("fp32") if at_once.mask is not None and draft_precision is None else choice
+
+        def write(folder: Path, target: ModelEntry) -> ModelEntry:
+            progress(f"draft: reading {how.source}")
+            scratch, fitted = folder.with_name(SCRATCH), not ROUNDINGS.keys().isdisjoint(how.precisions)
+            with quiet():
+                checkpoint, ends = load(how.source, min(target.max_context, length)), target.eos_token_ids
+                canonical = _canonical(checkpoint, scratch / "draft", progress, fitted=fitted, ids=ids, ends=ends)
+                entry = _export_draft(canonical, folder, how, ids, at_once, progress)
+            shutil.rmtree(scratch)
+            return entry
+
+        return write
+
+    return choose
 
 
 def _keep_texts(target: str, tokens: Vocabulary, folder: Path, progress: Progress) -> None:

@@ -67,8 +67,8 @@ def command(
 ) -> None:
     """Write BUNDLE from TARGET (a checkpoint directory or hub id) and its draft.
 
-    With --from-onnx, TARGET and its draft are directories that optimum, onnx-community or onnxruntime-genai wrote;
-    they keep the precision they have.
+    With --from-onnx, TARGET is a directory that optimum, onnx-community or onnxruntime-genai wrote, and its draft one
+    (--draft-from-onnx) or a checkpoint (--draft); graphs keep the precision they have.
     """
     paths = {"TARGET": target, "--draft": draft, "--from-onnx": onnx_target, "--draft-from-onnx": onnx_draft}
     for name, path in (paths | {"-o": output}).items():
@@ -90,12 +90,15 @@ def command(
             }
             export_checkpoints(str(target), draft, output, options)
         else:
-            given = (draft, precision, draft_precision, draft_vocabulary, *calibration, mask_token, max_context)
-            if any(each is not None for each in given):
-                raise UsageError("--from-onnx takes only --draft-from-onnx and -o: the graphs stay as they are")
-            from ..export.foreign.importing import import_pair
-
-            import_pair(Path(onnx_target), Path(onnx_draft) if onnx_draft else None, Path(output), progress=tell)
+            for_draft = {
+                "draft_precision": draft_precision,
+                "draft_vocabulary": number_or_word(draft_vocabulary),
+                "calibration": calibration,
+                "mask_token": number_or_word(mask_token),
+            }
+            if precision is not None or max_context is not None:
+                raise UsageError("--from-onnx takes no --precision and no --max-context: the graphs stay as they are")
+            import_onnx(onnx_target, onnx_draft, draft, output, for_draft)
     except ModuleNotFoundError as error:
         raise not_installed(error) from None
     click.echo(output)
@@ -111,6 +114,23 @@ def export_checkpoints(target: str, draft: str | None, output: str, options: dic
     export_pair(target, draft, Path(output), progress=tell, **options)
     if line := difference(Bundle(Path(output), read_manifest(output)), target):
         tell(line)
+
+
+def import_onnx(target: str, onnx_draft: str | None, draft: str | None, output: str, for_draft: dict[str, Any]) -> None:
+    """Import a target, and a draft or a checkpoint that drafts for it, ``for_draft`` as for ``beside_import``."""
+    from ..export.foreign.importing import import_pair
+
+    if draft is not None and onnx_draft is not None:
+        raise UsageError("give one draft: --draft (a checkpoint) or --draft-from-onnx")
+    if draft is None and any(each not in (None, ()) for each in for_draft.values()):
+        raise UsageError("options of a draft go with --draft, a checkpoint: graphs stay as they are")
+    made = None
+    if draft is not None:
+        require_docstrings()
+        from ..export.build import beside_import
+
+        made = beside_import(draft, progress=tell, **for_draft)
+    import_pair(Path(target), Path(onnx_draft) if onnx_draft else None, Path(output), draft=made, progress=tell)
 
 
 def tell(line: str) -> None:

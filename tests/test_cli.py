@@ -467,7 +467,9 @@ def test_bench_says_its_own_default_of_the_temperature() -> None:
         (("-o", "x"), "one target"),
         (("a", "--from-onnx", "b", "-o", "x"), "one target"),
         (("a", "--draft-from-onnx", "b", "-o", "x"), "--draft-from-onnx goes with --from-onnx"),
-        (("--from-onnx", "b", "--precision", "int8", "-o", "x"), "takes only"),
+        (("--from-onnx", "b", "--precision", "int8", "-o", "x"), "takes no --precision"),
+        (("--from-onnx", "b", "--draft-precision", "int8", "-o", "x"), "options of a draft go with --draft"),
+        (("--from-onnx", "b", "--draft", "c", "--draft-from-onnx", "d", "-o", "x"), "give one draft"),
     ],
 )
 def test_export_refuses_options_that_do_not_go_together(args: tuple[str, ...], message: str) -> None:

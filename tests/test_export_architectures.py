@@ -388,6 +388,24 @@ def test_attention_that_depends_on_the_cache_s_capacity_is_refused_by_name(tmp_p
         build(local, tmp_path / "target")
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("BartConfig", {"d_model": 64, "decoder_layers": 1, "decoder_ffn_dim": 64}, "its BartDecoder counts positions"),
+        ("RoFormerConfig", BASE | {"is_decoder": True}, "its RoFormerEncoder counts positions"),
+        ("RobertaConfig", BASE | {"is_decoder": True, "pad_token_id": 1}, "its positions do not count tokens"),
+        ("OpenAIGPTConfig", {"n_embd": 64, "n_layer": 1, "n_head": 4}, "keeps no key-value cache"),
+    ],
+)
+def test_positions_that_a_model_cannot_be_told_are_refused_by_name(
+    kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    """Before it is captured, which takes minutes: parity alone would say that its logits differ."""
+    checkpoint = spread(kind, getattr(transformers, kind)(**changes))
+    with pytest.raises(ExportError, match=reason):
+        kept(checkpoint.model)
+
+
 def dory() -> Checkpoint:
     """A layer before, one that is gone through twice, and one behind."""
     sizes = {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "sliding_window": 8}

@@ -159,6 +159,11 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "doge", "keep_window_size": 63}, "doge.*keep_window_size.* must be at least 64, not 63"),
         ({"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "conv"]}, "lfm2.*all of its layers"),
         ({"model_type": "bert", "architectures": ["BertModel"]}, "BertModel.*an encoder"),
+        ({"model_type": "llama4", "text_config": {}}, "llama4.*by what it believes its cache holds"),
+        ({"model_type": "llama4_text", "no_rope_layers": [0] * 48}, "llama4_text.*by what it believes its cache holds"),
+        ({"model_type": "longcat_flash"}, "longcat_flash.*experts has some that compute nothing"),
+        ({"model_type": "xlm"}, "xlm.*masks of its own"),
+        ({"model_type": "gpt_neo"}, "gpt_neo.*local attention depends on the cache's capacity"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
@@ -273,12 +278,17 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
         ("empty", "", r"missing$"),
         ("adapter", "adapter_config.json", "an adapter .LoRA.: merge it"),
         ("gguf", "model.Q4_0.gguf", "GGUF files are not read"),
+        ("graphs", "model.onnx", "leadout export --from-onnx [^ ]*graphs "),
+        ("bundle", "leadout.json", "a bundle already"),
     ):  # who publishes an adapter may leave its model's config.json beside it
         (tmp_path / name).mkdir()
         if there:
             (tmp_path / name / there).touch()
         with pytest.raises(ExportError, match=rf"config\.json is missing.*{hint}" if there else hint):
             export_pair(tmp_path / name, None, tmp_path / "out")
+    (tmp_path / "graphs" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ExportError, match=r"its weights are missing; ONNX graphs are taken with"):
+        export_pair(tmp_path / "graphs", None, tmp_path / "out")
     (tmp_path / "adapter" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "adapter" / "adapter_model.safetensors").touch()
     with pytest.raises(ExportError, match=r"its weights are missing; it is an adapter .LoRA.: merge it"):
@@ -289,7 +299,7 @@ def test_sources_that_are_not_checkpoints(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", "./nowhere", "~/nowhere", "no/such/model"):
         with pytest.raises(ExportError, match=f"no checkpoint '{path}': no such directory"):
             export_pair(path, None, tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "adapter", "gguf", "graphs", "bundle"}
 
 
 @pytest.mark.parametrize(
@@ -524,20 +534,6 @@ def test_a_graph_that_is_not_the_model_is_never_written(
     with pytest.raises(ExportError, match="LlamaForCausalLM, simplify: logits differ from transformers by"):
         export_pair(save(), None, tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("graph", ["model.onnx", "onnx/model_q4.onnx"])
-def test_what_another_exporter_wrote_names_the_option_that_takes_it(graph: str, tmp_path: Path) -> None:
-    said = r"is not a checkpoint: .* missing; it is ONNX: give it with --from-onnx$"
-    (tmp_path / graph).parent.mkdir(exist_ok=True)
-    for path in (graph, f"{graph}_data"):
-        (tmp_path / path).touch()
-    for source in (tmp_path, tmp_path / graph):
-        with pytest.raises(ExportError, match=said):
-            load(source)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ExportError, match=said):
-        load(tmp_path)
 
 
 @pytest.mark.usefixtures("capture_once")

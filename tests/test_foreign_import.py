@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 import leadout
 from leadout.bundle import Bundle
 from leadout.engines import open_engine
-from leadout.errors import EngineError, ExportError
+from leadout.errors import EngineError, ExportError, UsageError
 from leadout.export.checkpoints.pairing import match
 from leadout.export.foreign.importing import _vocabulary, import_pair
 from leadout.export.foreign.source import read_source
@@ -124,8 +124,38 @@ def test_which_graph_is_taken(tmp_path: Path) -> None:
     (tmp_path / "none/config.json").write_text('{"max_position_embeddings": 9}')
     with pytest.raises(ExportError, match="leadout export"):
         read_source(tmp_path / "none")
-    with pytest.raises(ExportError, match="no model directory"):
+    with pytest.raises(ExportError, match=r"no model directory or graph '[^ ]*nowhere'$"):
         read_source(tmp_path / "nowhere")
+
+
+def test_a_folder_onnx_is_taken_by_its_name(tmp_path: Path) -> None:
+    """One beside a configuration belongs to it; one with a configuration of its own is a model directory (optimum's
+    output goes where it is told)."""
+    beside = directory(tmp_path / "beside", decoder())
+    onnx.save(decoder(), beside / "model.onnx")
+    assert read_source(beside / "onnx").graph.path == beside / "onnx/model.onnx"
+    assert read_source(beside / "onnx").root == beside
+    own = directory(tmp_path / "own/onnx", decoder(), "model.onnx")
+    for place in (own, own / "model.onnx"):
+        assert read_source(place).root == own
+
+
+def test_names_that_no_graph_can_be_taken_from_are_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="hf download OWNER/NAME --local-dir DIR"):
+        read_source("OWNER/NAME")
+    (tmp_path / "leadout.json").write_text("{}")
+    with pytest.raises(ExportError, match="is a bundle already"):
+        read_source(tmp_path)
+
+
+def test_other_graphs_of_a_directory_are_told(tmp_path: Path) -> None:
+    root, told = directory(tmp_path / "many", decoder()), list[str]()
+    onnx.save(decoder(), root / "onnx/model_q4.onnx")
+    import_pair(root, None, tmp_path / "out", progress=told.append)
+    assert any("others" in line and "onnx/model_q4.onnx" in line for line in told)
+    told.clear()
+    import_pair(root / "onnx/model_q4.onnx", None, tmp_path / "out", progress=told.append)
+    assert not any("others" in line for line in told)
 
 
 def external(folder: Path, location: str) -> Path:
@@ -554,3 +584,34 @@ def test_a_place_that_is_taken_is_left_alone(tmp_path: Path) -> None:
     assert import_pair(source, None, tmp_path / "bundle") == first  # a bundle is replaced
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "model", "taken"]
     assert Bundle.read(first).manifest.models["target"].max_context == CONTEXT
+
+
+def test_a_checkpoint_drafts_for_an_imported_target(tmp_path: Path) -> None:
+    """Nothing of an imported graph keeps a draft of Leadout's own from it; the answers are the target's."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from leadout.export.build import beside_import
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "draft")
+    words().save(str(tmp_path / "draft/tokenizer.json"))
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/config.json").write_text('{"model_type": "llama", "draft_vocab_size": 9, "num_hidden_layers": 1}')
+    for draft in ("self:int4", "mtp", tmp_path / "head"):
+        with pytest.raises(UsageError, match="needs its target's checkpoint"):
+            beside_import(draft)
+    target = directory(tmp_path / "target", decoder(Form(keep=True)))
+    out = import_pair(target, None, tmp_path / "pair", draft=beside_import(tmp_path / "draft", draft_precision="fp32"))
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["draft", "target"]
+    with leadout.load(out, threads=1) as pair:
+        for drawn in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+            given = {"max_new_tokens": 16, "ignore_eos": True} | drawn
+            prompts = [[1, 2, 3], [4] * 9, [5]]
+            alone = [pair.generate(prompt, draft="none", **given).token_ids for prompt in prompts]
+            for draft in ("model", "auto"):
+                for length in (1, 4):
+                    found = [pair.generate(prompt, draft=draft, draft_length=length, **given) for prompt in prompts]
+                    assert [each.token_ids for each in found] == alone
+                    assert draft == "auto" or all(each.stats.by_drafter["model"]["tested"] for each in found)
+                assert [each.token_ids for each in pair.generate(prompts, draft=draft, **given)] == alone

@@ -110,9 +110,12 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             kind = _MeasuredLayer if isinstance(layer, CacheLayerMixin) else TrailLayer
             layers[i] = kind(memory, layer.number_of_states)
-    cache = Cache(layers=layers) if layers else DynamicCache()
+    cache, tokens = Cache(layers=layers) if layers else DynamicCache(), torch.zeros(1, 2, dtype=torch.long)
     with own_code(type(model).__name__), torch.no_grad(), recurring(model, memory):
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True, **{cache_name(model): cache})
+        model(input_ids=tokens, use_cache=True, **{cache_name(model): cache})
+    if all(getattr(layer, "keys", None) is None for layer in cache.layers if isinstance(layer, DynamicLayer)):
+        raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
+    _require_positions(model, tokens)
     shapes = []
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, Uncached) or type(layer) is TrailLayer:
@@ -124,9 +127,26 @@ def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | N
                 " by length; speculation needs a model that attends to all of its past"
             )
         shapes.append(CacheShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    if not shapes:
-        raise ExportError(f"{type(model).__name__} keeps no key-value cache; there is nothing to roll back")
     return tuple(shapes), memory.recurrence()
+
+
+def _require_positions(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Raise ExportError for a model that has positions of its own: a graph tells it those of each row, from 0 on, and
+    its cache says that it holds nothing. ``tokens``: any two, [1, 2]."""
+    for module in model.get_decoder().modules():
+        if hasattr(module, "embed_positions") and "position_ids" not in inspect.signature(module.forward).parameters:
+            raise ExportError(
+                f"{type(model).__name__} cannot be exported: its {type(module).__name__} counts positions by what its"
+                " cache holds and cannot be told them, but rows of a graph have different lengths"
+            )
+    with own_code(type(model).__name__), torch.no_grad():
+        own = model(input_ids=tokens, use_cache=False).logits
+        told = model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False).logits
+    if not torch.allclose(told, own, rtol=1e-3, atol=1e-3):
+        raise ExportError(
+            f"{type(model).__name__} cannot be exported: its positions do not count tokens from 0 on (RoBERTa's begin"
+            " behind the id of its padding), as a graph's do"
+        )
 
 
 def _holds_more(layer: Any) -> bool:

@@ -21,6 +21,11 @@ TRACED_SLOTS = 64  # of the cache in the example that a model is traced with
 _POSITIONS = 2**31 - 1  # that graphs can count
 _ATTENTION = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))  # kinds of layers
 _TURNS = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind != "dynamic"))  # ways to turn positions
+_OWN_WAYS = {  # what would fail only once it is captured, without a word on why, or unseen in a long text
+    "llama4_text": "it turns positions as complex numbers, and scales queries by what it believes its cache holds",
+    "longcat_flash": "its mixture of experts has some that compute nothing, which no graph of Leadout can choose",
+    "xlm": "it makes masks of its own, which are no longer than a step",
+}
 _NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
 
 
@@ -60,6 +65,10 @@ def refusal(config: Any) -> str | None:
         return "transformers has no causal language model for it"
     if _is_encoder(config):
         return "it is an encoder (is_decoder in its config.json is not true); Leadout runs decoders"
+    if (way := _OWN_WAYS.get(config.get_text_config().model_type)) is not None:
+        return way
+    if "local" in getattr(config, "attention_layers", ()):  # GPT Neo's
+        return "its local attention depends on the cache's capacity, which grows with a text"
     if (turned := rope_refusal(config)) is not None:
         return turned
     if window is not None and window < TRACED_SLOTS:

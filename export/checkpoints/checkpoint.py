@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.utils import cached_file, logging
 
-from ...bundle import GENERATION_CONFIG, SAMPLING, TOKENIZER
-from ...errors import ExportError, first_line, shown
+from ...bundle import GENERATION_CONFIG, MANIFEST, SAMPLING, TOKENIZER
+from ...errors import ExportError, first_line, shown, typed
 from ..capture.refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
 from ..capture.stored import Stored, codes_in, keep_stored, narrowly
 from ..writing import TEXTS
@@ -34,6 +34,7 @@ OUTPUTS = {
     "output_router_logits": False,
 }
 ADAPTER = "adapter_config.json"
+_OF_WEIGHTS = (".safetensors", ".bin", ".json")  # or of an index of such
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"  # the first is read where both are there
 # A tokenizer's other forms: what transformers makes tokenizer.json of.
 TOKENIZERS = ("tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -114,20 +115,23 @@ def read_config(source: str | Path) -> Any:
 
 def _instead(place: Path) -> str:
     """What a directory without a configuration is, if that can be told, and what to do."""
+    if (place / MANIFEST).is_file():
+        return "; it is a bundle already"
     if (place / ADAPTER).is_file():
         return "; it is an adapter (LoRA): merge it into the model it was trained for, and export that"
     if place.suffix == ".gguf" or any(place.glob("*.gguf")):
         return "; GGUF files are not read: export the checkpoint they were made of"
-    if place.suffix == ".onnx" or any(found for form in ("*.onnx", "onnx/*.onnx") for found in place.glob(form)):
-        return "; it is ONNX: give it with --from-onnx"
+    if place.suffix == ".onnx" or any(found for folder in (place, place / "onnx") for found in folder.glob("*.onnx")):
+        how = f"leadout export --from-onnx {typed(place)} (as a draft: --draft-from-onnx)"
+        return f"; ONNX graphs are taken with: {how}"
     return ""
 
 
 def _lacks_weights(place: Path) -> bool:
     """Whether a directory has a model's configuration and no weights; what an adapter learnt are none."""
-    if not place.is_dir():
-        return False
-    return all(".onnx" in found.name for name in ("model*", "pytorch_model*") for found in place.glob(name))
+    return place.is_dir() and not any(
+        found for name in ("model*", "pytorch_model*") for found in place.glob(name) if found.suffix in _OF_WEIGHTS
+    )
 
 
 def load(source: str | Path, max_context: int | None = None) -> Checkpoint:

@@ -89,18 +89,40 @@ def read_head(source: str, target: Any) -> Head | None:
         return None
     if (raw := read_object(path)) is None:
         return None  # who reads it as a checkpoint says what is wrong
-    if "dflash_config" in raw or "DFlash" in _architecture(raw):
+    if _says_blocks(raw):
         return _block_head(source, raw, target.get_text_config())
     renamed = {"layers.0.": "midlayer."}
     if (found := _settings(source, raw)) is None:
-        if raw.get("num_hidden_layers") != 1 or "fc.weight" not in (names := _names(source)):
+        if not _is_bare(source, raw):
             return None
         past_norm = target.get_text_config().num_hidden_layers + 1
-        found = {**raw, "join": "bare", "taps": [past_norm], "fc": False, "projection_bias": "fc.bias" in names}
+        found = {
+            **raw,
+            "join": "bare",
+            "taps": [past_norm],
+            "fc": False,
+            "projection_bias": "fc.bias" in _names(source),
+        }
         renamed |= {"fc.": "midlayer.eh_proj."}
     config = _checked(source, found, target.get_text_config())
     weights = _weights(source, renamed)
     return Head(source, config, weights, _ids(source, config, weights.pop("d2t", None)))
+
+
+def is_head(source: str) -> bool:
+    """Whether a directory or hub id has a head, of whichever target."""
+    path = find_file(source, "config.json")
+    raw = None if path is None else read_object(path)
+    return raw is not None and (_says_blocks(raw) or _settings(source, raw) is not None or _is_bare(source, raw))
+
+
+def _says_blocks(raw: Mapping[str, Any]) -> bool:
+    return "dflash_config" in raw or "DFlash" in _architecture(raw)
+
+
+def _is_bare(source: str, raw: Mapping[str, Any]) -> bool:
+    """EAGLE and EAGLE-2: a layer of a model, behind one that joins."""
+    return raw.get("num_hidden_layers") == 1 and "fc.weight" in _names(source)
 
 
 def _ids(source: str, config: Any, offsets: Tensor | None) -> Ids:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +32,8 @@ LENGTH, FAR = 24, 128  # tokens of a row that are looked at closely, and of one 
 # Of the largest logit. A sound graph gives the same numbers but for rounding, which low precision amplifies
 # (int4 at width 1 against wider: up to 0.06); a wrong cache gives other numbers altogether.
 EXACT, ROUNDED = 1e-4, 0.25
+WriteDraft = Callable[[Path, ModelEntry], ModelEntry]  # into a folder that is not there yet, beside this target
+ChooseDraft = Callable[[Vocabulary], WriteDraft]  # raises for a target of these tokens, before anything is written
 NOTE = "imported as it was: no transformers reference, its steps were compared with each other"
 
 
@@ -40,15 +42,18 @@ def import_pair(
     draft_dir: str | Path | None,
     out: str | Path,
     *,
+    draft: ChooseDraft | None = None,
     progress: Progress = lambda message: None,
 ) -> Path:
     """Make the bundle ``out`` from directories of optimum, onnx-community or onnxruntime-genai (see ``read_source``).
 
-    Target and draft may be of different kinds. An existing bundle at ``out`` is replaced, anything else is refused.
-    Raises ExportError naming what cannot be used and why; then ``out`` is as it was.
+    Target and draft may be of different kinds; ``draft`` makes one of a checkpoint instead (``beside_import`` of
+    ``build.py``). An existing bundle at ``out`` is replaced, anything else is refused. Raises ExportError naming what
+    cannot be used and why; then ``out`` is as it was.
     """
     place = destination(out)
-    sources = {"target": read_source(target_dir)} | ({} if draft_dir is None else {"draft": read_source(draft_dir)})
+    given = {"target": Path(target_dir)} | ({} if draft_dir is None else {"draft": Path(draft_dir)})
+    sources = {role: read_source(path) for role, path in given.items()}
     target = sources["target"]
     if target.graph.per_tensor:
         raise ExportError(
@@ -68,16 +73,20 @@ def import_pair(
         ids = match(tokens, _vocabulary(sources["draft"]))
         if ids.note:
             progress(f"draft: {ids.note}")
+    write = None if draft is None else draft(tokens)
     with aside(place, progress) as folder:
         entries = {}
         for role, source in sources.items():
-            progress(f"{role}: copying {source.graph.path.name} of {source.root.name}")
+            others = _others(source) if given[role].is_dir() else ""
+            progress(f"{role}: copying {source.graph.path.name} of {source.root.name}{others}")
             if source.note:
                 progress(f"{role}: {source.note}")
             entries[role] = _import_model(source, folder / role, progress)
         if "draft" in sources:
             files = ids.save(folder / "draft", np.arange(sources["draft"].vocab_size))
             entries["draft"] = dataclasses.replace(entries["draft"], files={**entries["draft"].files, **files})
+        if write is not None:
+            entries["draft"] = write(folder / "draft", entries["target"])
         for name in TEXTS:
             if (target.root / name).is_file():
                 _copy(target.root / name, target.root, folder)
@@ -90,6 +99,14 @@ def import_pair(
         write_manifest(folder, entries, target.sampling, provenance | {"onnx": metadata.version("onnx")})
         _require_readable(folder, place)
     return place
+
+
+def _others(source: Source) -> str:
+    """Which graphs could be taken instead, for people."""
+    taken, root = source.graph.path, source.root
+    found = sorted({path for folder in (root, root / "onnx") for path in folder.glob("*.onnx")} - {taken})
+    names = ", ".join(str(path.relative_to(root)) for path in found)
+    return f" (it has others, which are taken if their path is given: {names})" if names else ""
 
 
 def _import_model(source: Source, folder: Path, progress: Progress) -> ModelEntry:

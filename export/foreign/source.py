@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...bundle import GENERATION_CONFIG, SAMPLING, CacheShape, is_plain, read_json
+from ...bundle import GENERATION_CONFIG, MANIFEST, SAMPLING, CacheShape, is_plain, read_json
 from ...errors import BundleError, EngineError, ExportError, shown, typed
 from ..checkpoints.defaults import unmet
 from .graph import Graph, inside, read_graph
 
 GRAPHS = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx")
-GENAI = "genai_config.json"
+CONFIG, GENAI = "config.json", "genai_config.json"
 _LEAST, _MOST = 3, 2**31 - 1  # tokens of context
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
@@ -121,25 +122,29 @@ def read_source(path: str | Path) -> Source:
     """Understand a directory that optimum, onnx-community or onnxruntime-genai wrote, or one graph file in it.
 
     Of several graphs in a directory, ``model.onnx`` is taken, else ``decoder_model_merged.onnx``, each looked for
-    there and then in ``onnx/``; any other (``onnx/model_q4.onnx``) is taken when its path is given.
-    Raises ExportError naming what is missing or cannot be used.
+    there and then in ``onnx/``, which may be named itself; any other (``onnx/model_q4.onnx``) is taken when its path is
+    given. Raises ExportError naming what is missing or cannot be used.
     """
     place = Path(path).absolute()  # a graph in the current directory lies in a folder of that name, too
     if not place.exists():
-        raise ExportError(f"no model directory '{place}'")
-    apart = place.is_file() and place.parent.name == "onnx"
-    root = place if place.is_dir() else place.parent.parent if apart else place.parent
+        raise ExportError(f"no model directory or graph '{path}'{_on_the_hub(str(path))}")
+    folder = place if place.is_dir() else place.parent
+    if (folder / MANIFEST).is_file():
+        raise ExportError(f"'{folder}' is a bundle already")
+    apart = folder.name == "onnx" and _is_described(folder.parent) and (place.is_file() or not _is_described(folder))
+    root = folder.parent if apart else folder
     # onnxruntime-genai's graphs lie beside its configuration: one in onnx/ is another exporter's, if that was there
-    ours = (root / GENAI).is_file() and not (apart and (root / "config.json").is_file())
+    ours = (root / GENAI).is_file() and not (apart and (root / CONFIG).is_file())
     return _genai(root, place) if ours else _concat(root, place)
 
 
 def _concat(root: Path, place: Path) -> Source:
-    config = Fields.read(root, "config.json")
+    config = Fields.read(root, CONFIG)
     config = config.section("text_config").over(config)
     defaults = root / GENERATION_CONFIG
     generation = Fields.read(root, GENERATION_CONFIG) if defaults.exists() else Fields(defaults, {})
-    graph = read_graph(_choose(root) if place.is_dir() else place, root)
+    folders = (root, root / "onnx") if place == root else (place,)
+    graph = read_graph(_choose(root, folders) if place.is_dir() else place, root)
     limit, note = _turning(graph, *_within(_window(config, graph), *_context(config)))
     if limit < _LEAST:
         raise ExportError(f"{config.path}: sliding_window must be at least {_LEAST}, not {limit}")
@@ -197,8 +202,18 @@ def _genai(root: Path, place: Path) -> Source:
     )
 
 
-def _choose(root: Path) -> Path:
-    folders = (root, root / "onnx")
+def _is_described(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (CONFIG, GENAI))
+
+
+def _on_the_hub(name: str) -> str:
+    """What to do with a name that may be a repository's."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(name).parent.exists():
+        return ""
+    return f"; a repository of the hub is downloaded first: hf download {name} --local-dir DIR"
+
+
+def _choose(root: Path, folders: Sequence[Path]) -> Path:
     for folder in folders:
         for name in GRAPHS:
             if (folder / name).is_file():
