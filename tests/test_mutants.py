@@ -326,7 +326,7 @@ MUTANTS = [
         "min(self._valid[place], self._base[place] + accepted)",
         "self._base[place] + accepted",
     ),
-    Mutant("penalties do not see the draft", sampling.Chain, "_penalised", "seen[list(drafted)] = True", "pass"),
+    Mutant("penalties do not see the draft", sampling.Chain, "_penalised", "_seen.behind(drafted)", "_seen.behind(())"),
     Mutant(
         "min_new_tokens does not count the draft",
         sampling.Chain,
