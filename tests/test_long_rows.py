@@ -74,8 +74,9 @@ def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
 def test_long_rows_that_are_no_numbers_are_an_engine_error(bad: float) -> None:
     logits = row(1.0)
     logits[77] = bad
-    for rule, options in (("coupled", {}), ("rejection", {"top_p": 0.9})):
-        sampler = Sampler(rule, Chain(Settings(temperature=1.0, **options), VOCAB, [], ()), Noise(0))  # type: ignore[arg-type]
+    cut: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 3}, {"top_k": 3, "presence_penalty": 0.5}]
+    for rule, options in itertools.product(("coupled", "rejection"), cut):
+        sampler = Sampler(rule, Chain(Settings(temperature=1.0, **options), VOCAB, [], ()), Noise(0))
         with pytest.raises(EngineError, match="NaN"):
             sampler.chain.distribution(logits) if rule == "rejection" else sampler.choose(logits, [], 0)
 

@@ -11,6 +11,7 @@ from . import buffers
 
 _REMEMBERED = 32
 SHORT = 1 << 14  # of longer rows few tokens' noise is asked for
+FEW = 100  # tokens, whose numbers are made one by one sooner than those of a long row altogether
 _TOGETHER = 4  # positions
 _WORD = (1 << 64) - 1
 _EVEN, _ODD = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox's multipliers, and what its keys grow by a round
@@ -64,9 +65,12 @@ class Noise:
 
     def gumbel_of(self, position: int, size: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         """``gumbel(position, size)[ids]``."""
-        if size > SHORT:
+        if size <= SHORT:
+            return self.gumbel(position, size)[ids]
+        if ids.size > FEW or (position, size) in self._raws:
             return gumbel(self.raw(position, size)[0][ids])
-        return self.gumbel(position, size)[ids]
+        each = [self._four(token // 4 + 1, position, Purpose.GUMBEL)[token % 4] for token in ids.tolist()]
+        return gumbel(np.array(each))
 
     def raw(self, position: int, size: int) -> tuple[NDArray[np.float64], int]:
         """The uniforms that a long row's noise is made of, and where the largest is. Remembered for a while: do not

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engines.base import LogitRow, Logits, Tops
+from ...engines.base import LogitRow, Logits, Tokens, Tops
 from ..grammar import Grammar
 from ..settings import Rule, Settings
 from ..vocabulary import MappedRow
 from . import buffers
 from .heads import loudest, not_finite, nothing_left, winner
-from .noise import SHORT, Noise, Purpose
+from .noise import FEW, SHORT, Noise, Purpose
 from .nucleus import kth_largest, nucleus_edge
 from .tally import Tally
 
@@ -65,7 +65,8 @@ class Chain:
         self._repeats = settings.repetition_penalty != 1.0
         self._counts_tokens = settings.presence_penalty != 0.0 or settings.frequency_penalty != 0.0
         self._seen, self._written = Tally(prompt if self._repeats else ()), Tally()
-        self._whole = settings.top_p == 1.0 and settings.min_p == 0.0 and settings.top_k == 0
+        self._cuts = settings.top_p < 1.0 or settings.min_p > 0.0
+        self._whole = not self._cuts and settings.top_k == 0
         self._raw = not (self._repeats or self._counts_tokens or settings.logit_bias)
 
     def fork(self) -> Chain:
@@ -126,14 +127,20 @@ class Chain:
 
     def weights(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p / max p after processors 1-4 [V]: the law before any temperature."""
-        return powers(self._from_top(logits, drafted))
+        row = self._biased(logits, drafted)
+        return powers(below(row, self._top(row, logits)))
 
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Scores:
         """log p up to a constant [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
-        scores = self._tempered(logits, drafted)
-        if self._whole:
-            return scores
-        return np.where(self._cut(scores, powers(scores)) > 0.0, scores, -math.inf)
+        ids, scores = self.left(logits, drafted)
+        return scores if ids is None else spread(ids, scores, logits.size, -math.inf)
+
+    def left(self, logits: LogitRow, drafted: Sequence[int] = ()) -> tuple[Tokens | None, Scores]:
+        """The same for tokens that top_k leaves, and which these are, in order (None: all there are)."""
+        ids, scores = self._tempered(logits, drafted)
+        if self._cuts:
+            scores = np.where(self._cut(scores, powers(scores)) > 0.0, scores, -math.inf)
+        return ids, scores
 
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p up to a factor [V]. Needs temperature > 0."""
@@ -141,8 +148,9 @@ class Chain:
             row = self._allowed(logits, drafted)
             if _LOW < row.item(row.argmax()) < _HIGH:
                 return powers(row)
-        scores = self._tempered(logits, drafted)
-        return powers(scores) if self._whole else self._cut(scores, powers(scores))
+        ids, scores = self._tempered(logits, drafted)
+        weights = self._cut(scores, powers(scores)) if self._cuts else powers(scores)
+        return weights if ids is None else spread(ids, weights, logits.size, 0.0)
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
         """p [V], summing to 1. Needs temperature > 0."""
@@ -167,34 +175,38 @@ class Chain:
         probs /= np.add.reduce(probs, axis=1, keepdims=True)
         return list(probs)
 
-    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
-        """Up to the temperature."""
-        scores = self._from_top(logits, drafted)
+    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores]:
+        """The scores of what top_k leaves, up to the temperature, and which tokens these are (None: all)."""
+        row, ids = self._biased(logits, drafted), None
+        top = self._top(row, logits)
+        if 0 < self.settings.top_k < row.size:
+            ids = np.flatnonzero(row >= kth_largest(row, self.settings.top_k))
+            row = row[ids]
+        scores = below(row, top)
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
-        return scores
+        return ids, scores
 
     def _cut(self, scores: Scores, weights: Probs) -> Probs:
-        """``weights`` = e^scores, set to 0 where top_k, top_p or min_p leave a token out. Masks are multiplied in: with
+        """``weights`` = e^scores, set to 0 where top_p or min_p leave a token out. Masks are multiplied in: with
         masks as irregular as these, anything that branches takes ten times as long."""
         settings = self.settings
-        if 0 < settings.top_k < scores.size:
-            weights *= scores >= kth_largest(scores, settings.top_k)
         if settings.top_p < 1.0:
             weights *= weights >= nucleus_edge(weights, settings.top_p)
         if settings.min_p > 0.0:
             weights *= scores >= math.log(settings.min_p)
         return weights
 
-    def _from_top(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
-        """The logits after processors 1-4, minus the largest. Makes as few numpy calls as possible: after a step of the
-        target the cache is cold, and each call takes ten times as long as in a loop. (``max`` has more overhead than
-        ``argmax``.)"""
-        scores = self._penalised(logits, drafted) if self._adds(drafted) else self._allowed(logits, drafted)
-        if not math.isfinite(top := float(scores[scores.argmax()])):
+    @staticmethod
+    def _top(row: Scores, logits: LogitRow) -> float:
+        """The largest of ``row``, which was made of ``logits``. (``max`` has more overhead than ``argmax``.)"""
+        if not math.isfinite(top := float(row[row.argmax()])):
             raise nothing_left(logits)
-        below: Scores = np.subtract(scores, top, out=buffers.like(scores))
-        return below
+        return top
+
+    def _biased(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
+        """The logits after processors 1-4; not to be written to."""
+        return self._penalised(logits, drafted) if self._adds(drafted) else self._allowed(logits, drafted)
 
     def _allowed(self, logits: LogitRow, drafted: Sequence[int]) -> Scores:
         return np.asarray(logits if self.grammar is None else self.grammar.within(logits, drafted))
@@ -246,12 +258,19 @@ class Sampler:
 
     def _loudest(self, logits: LogitRow, drafted: Sequence[int], position: int) -> int:
         """``noisy(...).argmax()``, for which the noise of few tokens is worked out."""
-        chain, noise = self.chain, self.noise.raw(position, logits.size)
+        chain, size = self.chain, logits.size
         if chain.is_bare(drafted):
-            token = loudest(np.asarray(logits), chain.settings.temperature, *noise)
+            token = loudest(np.asarray(logits), chain.settings.temperature, *self.noise.raw(position, size))
             if chain.grammar is None or chain.grammar.allows(token, drafted):
                 return token
-        return loudest(chain.scores(logits, drafted), 1.0, *noise)
+        ids, scores = chain.left(logits, drafted)
+        possible = scores > -math.inf
+        if np.count_nonzero(possible) > FEW:
+            whole = scores if ids is None else spread(ids, scores, size, -math.inf)
+            return loudest(whole, 1.0, *self.noise.raw(position, size))
+        few = np.flatnonzero(possible)
+        ids = few if ids is None else ids[few]
+        return int(ids[(scores[few] + self.noise.gumbel_of(position, size, ids)).argmax()])
 
     def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
         if tops is None or not self.chain.is_plain(drafted):
@@ -285,6 +304,21 @@ class Sampler:
         q = np.zeros(row.size, law.dtype)
         q[row.ids] = law
         return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
+
+
+def spread(ids: Tokens, values: Scores, size: int, others: float) -> Scores:
+    """[size] with ``values`` at ``ids`` and ``others`` elsewhere."""
+    row = buffers.empty(size, values.dtype)
+    row.fill(others)
+    row[ids] = values
+    return row
+
+
+def below(row: Scores, top: float) -> Scores:
+    """``row`` minus ``top``. As few numpy calls as possible make a law: after a step of the target the cache is cold,
+    and each call takes ten times as long as in a loop."""
+    scores: Scores = np.subtract(row, top, out=buffers.like(row))
+    return scores
 
 
 def powers(scores: Scores) -> Probs:
