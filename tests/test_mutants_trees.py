@@ -172,8 +172,8 @@ LOSSY_MUTANTS = [
         "p / max p has a temperature",
         sampling.Chain,
         "weights",
-        "powers(self",
-        "powers(9 * self",
+        "powers(below",
+        "powers(9 * below",
     ),
 ]
 
