@@ -14,6 +14,7 @@ from leadout.runtime.rules.heads import loudest
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
+from leadout.runtime.vocabulary import VocabularyMap
 
 VOCAB = 20_000
 
@@ -50,6 +51,18 @@ def test_the_loudest_that_settings_leave_is_found_among_few(
         with monkeypatch.context() as patch:
             patch.setattr(Noise, "gumbel", None)  # that of the whole row, which takes ten times as long
             assert Sampler("coupled", chain, Noise(3)).choose(logits, [7], position) == wanted
+
+
+@pytest.mark.parametrize("options", [{}, *CUT], ids=str)
+def test_a_trimmed_head_drafts_what_its_law_says_for_the_seed(options: dict[str, Any]) -> None:
+    """Whose other tokens are impossible; the target's choice from such a row would be the same."""
+    chain = Chain(Settings(temperature=0.7, seed=3, rule="coupled", **options), VOCAB, [1, 2], ())
+    known = np.sort(np.random.default_rng(9).choice(VOCAB, 3000, replace=False))
+    vocabulary = VocabularyMap(known, VOCAB)
+    for spread, start in itertools.product((0.0, 0.5, 4.0), range(12)):
+        mapped = vocabulary.row(row(spread, start)[:3000])
+        wanted = Sampler("coupled", chain, Noise(3)).noisy(np.asarray(mapped), [7, 8], start + 2).argmax()
+        assert Sampler("coupled", chain, Noise(3)).propose(mapped, [7, 8], start) == (wanted, None)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 5000, VOCAB])

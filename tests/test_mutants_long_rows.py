@@ -24,6 +24,7 @@ def what_is_left_is_the_same(monkeypatch):
     try:
         for options in whole.CUT:
             whole.test_the_loudest_that_settings_leave_is_found_among_few(options, monkeypatch)
+            whole.test_a_trimmed_head_drafts_what_its_law_says_for_the_seed(options)
         whole.test_the_kth_largest_is_the_sorted_one(5000)
     except (ValueError, ZeroDivisionError):  # there are not so many, or none of any weight
         raise AssertionError("of too few") from None
@@ -54,9 +55,12 @@ MUTANTS = [
     Mutant("logits that would do are passed over", sampling, "loudest", "lowest - _SLACK", "lowest + 3.0 - _SLACK"),
     Mutant("the last among the few", sampling, "loudest", "(row[ids] - top) / temperature +", ""),
     Mutant("nothing is left out", sampling.Sampler, "_loudest", "chain.is_bare(drafted)", "True"),
-    Mutant("the temperature twice", sampling.Sampler, "_loudest", "whole, 1.0", "whole, chain.settings.temperature"),
-    Mutant("another's noise", sampling.Sampler, "_loudest", "size, ids)", "size, few)"),
-    Mutant("the place among a few", sampling.Sampler, "_loudest", "int(ids[", "int(few["),
+    Mutant(
+        "the temperature twice", sampling.Sampler, "_heard", "scores, 1.0", "scores, self.chain.settings.temperature"
+    ),
+    Mutant("another's noise", sampling.Sampler, "_heard", "few if ids is None else ids[few]", "few"),
+    Mutant("another's noise, of many", sampling.Sampler, "_heard", "uniforms[ids]", "uniforms[: ids.size]"),
+    Mutant("a place for a token", sampling.Sampler, "_heard", "int(ids[place])", "place"),
     Mutant("its block is the one before", noise.Noise, "gumbel_of", "token // 4 + 1", "token // 4"),
     Mutant("more than there are groups", nucleus, "kth_largest", "groups >= k", "groups"),
     Mutant(

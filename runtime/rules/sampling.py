@@ -264,13 +264,23 @@ class Sampler:
             if chain.grammar is None or chain.grammar.allows(token, drafted):
                 return token
         ids, scores = chain.left(logits, drafted)
+        return self._heard(scores, ids, position, size)
+
+    def _heard(self, scores: Scores, ids: Tokens | None, position: int, size: int) -> int:
+        """Which of the tokens ``ids`` of a long row [``size``] (None: of all) has the largest of ``scores`` and noise
+        together; the first among equals."""
         possible = scores > -math.inf
-        if np.count_nonzero(possible) > FEW:
-            whole = scores if ids is None else spread(ids, scores, size, -math.inf)
-            return loudest(whole, 1.0, *self.noise.raw(position, size))
-        few = np.flatnonzero(possible)
-        ids = few if ids is None else ids[few]
-        return int(ids[(scores[few] + self.noise.gumbel_of(position, size, ids)).argmax()])
+        if np.count_nonzero(possible) <= FEW:
+            few = np.flatnonzero(possible)
+            noise = self.noise.gumbel_of(position, size, few if ids is None else ids[few])
+            place = int(few[(scores[few] + noise).argmax()])
+        else:
+            uniforms, peak = self.noise.raw(position, size)
+            if ids is not None:
+                uniforms = uniforms[ids]
+                peak = int(uniforms.argmax())
+            place = loudest(scores, 1.0, uniforms, peak)
+        return place if ids is None else int(ids[place])
 
     def _from_head(self, tops: Tops | None, drafted: Sequence[int], position: int, size: int) -> int | None:
         if tops is None or not self.chain.is_plain(drafted):
@@ -296,6 +306,10 @@ class Sampler:
 
     def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
+        if self.rule == "coupled" and row.size > SHORT:
+            places, scores = self.chain.left(row.kept, drafted)
+            ids = row.ids if places is None else row.ids[places]
+            return self._heard(scores, ids, start + len(drafted), row.size), None
         if self.rule == "coupled":
             noise = self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
             scores = self.chain.scores(row.kept, drafted) + noise
