@@ -53,6 +53,15 @@ def test_the_loudest_that_settings_leave_is_found_among_few(
             assert Sampler("coupled", chain, Noise(3)).choose(logits, [7], position) == wanted
 
 
+@pytest.mark.parametrize("few", [1, 2, 3, 5, 8, 17, 100])
+def test_the_noise_of_a_few_is_theirs_in_the_row_to_the_bit(few: int) -> None:
+    for position in range(20):
+        ids = np.sort(np.random.default_rng(position).choice(VOCAB, few, replace=False))
+        noise = Noise(2**63 + 5, stream=position)
+        apart = noise.gumbel_of(position, VOCAB, ids)
+        assert np.array_equal(apart, noise.gumbel(position, VOCAB)[ids])
+
+
 @pytest.mark.parametrize("options", [{}, *CUT], ids=str)
 def test_a_trimmed_head_drafts_what_its_law_says_for_the_seed(options: dict[str, Any]) -> None:
     """Whose other tokens are impossible; the target's choice from such a row would be the same."""
