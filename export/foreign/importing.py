@@ -55,14 +55,7 @@ def import_pair(
     given = {"target": Path(target_dir)} | ({} if draft_dir is None else {"draft": Path(draft_dir)})
     sources = {role: read_source(path) for role, path in given.items()}
     target = sources["target"]
-    if target.graph.per_tensor:
-        raise ExportError(
-            f"{target.graph.path}: its activations are quantised per step (DynamicQuantizeLinear), so a token's logits "
-            "depend on its neighbours and verification would not be lossless; take another precision "
-            "(as a draft it is fine)"
-        )
-    if not (target.root / "tokenizer.json").is_file():
-        raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
+    _require_usable(target)
     tokens = _vocabulary(target)
     _require_logits(target, tokens)
     if tokens.note:
@@ -99,6 +92,18 @@ def import_pair(
         write_manifest(folder, entries, target.sampling, provenance | {"onnx": metadata.version("onnx")})
         _require_readable(folder, place)
     return place
+
+
+def _require_usable(target: Source) -> None:
+    """Raise ExportError for a graph that can be a draft alone, or that has no tokenizer."""
+    if target.graph.per_tensor:
+        raise ExportError(
+            f"{target.graph.path}: its activations are quantised per step (DynamicQuantizeLinear), so a token's logits "
+            "depend on its neighbours and verification would not be lossless; take another precision "
+            "(as a draft it is fine)"
+        )
+    if not (target.root / "tokenizer.json").is_file():
+        raise ExportError(f"'{target.root}' has no tokenizer.json; put the target's beside its graph")
 
 
 def _others(source: Source) -> str:

@@ -267,10 +267,10 @@ class Sampler:
         return self._heard(scores, ids, position, size)
 
     def _heard(self, scores: Scores, ids: Tokens | None, position: int, size: int) -> int:
-        """Which of the tokens ``ids`` of a long row [``size``] (None: of all) has the largest of ``scores`` and noise
+        """Which of the tokens ``ids`` of a row [``size``] (None: of all) has the largest of ``scores`` and noise
         together; the first among equals."""
         possible = scores > -math.inf
-        if np.count_nonzero(possible) <= FEW:
+        if size <= SHORT or np.count_nonzero(possible) <= FEW:
             few = np.flatnonzero(possible)
             noise = self.noise.gumbel_of(position, size, few if ids is None else ids[few])
             place = int(few[(scores[few] + noise).argmax()])
@@ -306,14 +306,10 @@ class Sampler:
 
     def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
-        if self.rule == "coupled" and row.size > SHORT:
+        if self.rule == "coupled":
             places, scores = self.chain.left(row.kept, drafted)
             ids = row.ids if places is None else row.ids[places]
             return self._heard(scores, ids, start + len(drafted), row.size), None
-        if self.rule == "coupled":
-            noise = self.noise.gumbel_of(start + len(drafted), row.size, row.ids)
-            scores = self.chain.scores(row.kept, drafted) + noise
-            return int(row.ids[scores.argmax()]), None
         law = self.chain.distribution(row.kept, drafted)
         q = np.zeros(row.size, law.dtype)
         q[row.ids] = law
