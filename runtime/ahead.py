@@ -29,9 +29,9 @@ from .drafters.foreign_draft import ForeignDrafter
 from .drafters.model_drafter import ModelDrafter
 from .held import agreement
 from .prefill import ALL
-from .rules import sampling
+from .rules.law import Law, draw
 from .rules.noise import Purpose
-from .rules.sampling import Probs, Sampler
+from .rules.sampling import Sampler
 from .sequence import Row
 from .settings import DraftAhead
 from .vocabulary import VocabularyMap
@@ -248,11 +248,11 @@ class Foresight(Sampler):
         super().__init__(sampler.rule, sampler.chain, sampler.noise)
         self._start = start
 
-    def propose(self, logits: LogitRow, drafted: Items[int], start: int) -> tuple[int, Probs | None]:
+    def propose(self, logits: LogitRow, drafted: Items[int], start: int) -> tuple[int, Law | None]:
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
-        q = self.chain.distribution(logits, drafted)
-        return sampling.draw(q, self.noise.uniforms(self._start, Purpose.FINAL, 1)[0]), q
+        q = self.chain.law(logits, drafted)
+        return draw(q, self.noise.uniforms(self._start, Purpose.FINAL, 1)[0]), q
 
 
 def suppose(row: Row, tokens: Items[int]) -> Row:

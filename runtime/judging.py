@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..engines.base import Logits
 from .drafters.base import Draft
 from .rules import lossy, trees, verify
+from .rules.law import Law, Probs, draw, whole
 from .rules.noise import Purpose
-from .rules.sampling import Probs, draw
 from .sequence import Row
 from .settings import LOSSY
 
@@ -23,11 +23,11 @@ def judge(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     coins = sampler.noise.uniforms(start, Purpose.ACCEPT, len(x)) if x else ()
     final = sampler.noise.uniforms(start, Purpose.FINAL, 1)[0]
 
-    def one(i: int) -> Probs:  # the last row is drawn from and no more: any factor of it will do
-        law = sampler.chain.distribution if i < len(x) else sampler.chain.masses
+    def one(i: int) -> Law:  # the last row is drawn from and no more: any factor of it will do
+        law = sampler.chain.law if i < len(x) else sampler.chain.masses
         return law(logits[i], x[:i])
 
-    def pick(law: Probs) -> int:
+    def pick(law: Law) -> int:
         return draw(law, final)
 
     laws = None if draft.q is None else sampler.chain.distributions(logits, x)
@@ -56,7 +56,7 @@ def judge_tree(row: Row, draft: Draft, parents: list[int], logits: Logits) -> ve
         parents,
         x,
         lambda node: q[node + 1],
-        lambda node: sampler.chain.distribution(logits[node + 1], before(node)),
+        lambda node: sampler.chain.law(logits[node + 1], before(node)),
         coins,
         lambda law: draw(law, final),
     )
@@ -78,6 +78,7 @@ def judge_lossy(row: Row, draft: Draft, logits: Logits) -> verify.Verdict:
     if sampler.rule == "typical":
         epsilon = lossy.EPSILON if settings.typical_epsilon is None else settings.typical_epsilon
         mass = lossy.typical(epsilon, lossy.DELTA if settings.typical_delta is None else settings.typical_delta)
+    q = None if draft.q is None else [whole(law, logits.shape[-1]) for law in draft.q]
     return lossy.relaxed(
-        x, draft.q, lambda i: sampler.chain.distribution(logits[i], x[:i]), mass, coins, lambda law: draw(law, final)
+        x, q, lambda i: sampler.chain.distribution(logits[i], x[:i]), mass, coins, lambda law: draw(law, final)
     )

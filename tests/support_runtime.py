@@ -11,10 +11,12 @@ import numpy as np
 
 from leadout.engines.base import ANY, Widths
 from leadout.engines.toy import Law, ToyEngine, mixed_law, table_law
-from leadout.runtime import admission, judging
+from leadout.runtime import admission, ahead, judging
 from leadout.runtime.controller.costs import Costs
 from leadout.runtime.controller.coverage import Coverage
 from leadout.runtime.decoder import Decoder, Event
+from leadout.runtime.drafters import tree_drafter
+from leadout.runtime.rules import law as laws_held
 from leadout.runtime.rules import sampling
 from leadout.runtime.settings import MAX_DRAFT_LENGTH, Settings
 
@@ -74,13 +76,15 @@ class Coin:
     def __mul__(self, scale: float) -> Scaled:
         return Scaled(self, float(scale))
 
-    def draw(self, weights: np.ndarray) -> int:
-        """``sampling.draw`` with this coin: the token whose stretch of the cumulative law it falls in."""
+    def draw(self, weights: laws_held.Law) -> int:
+        """``law.draw`` with this coin: the token whose stretch of the cumulative law it falls in."""
+        tokens = list(weights) if isinstance(weights, laws_held.Few) else None
+        weights = np.array(list(weights.values())) if isinstance(weights, laws_held.Few) else weights
         edges = np.concatenate([[0.0], np.cumsum(weights) / weights.sum()])
         inside = np.clip(edges, self.low, self.high)
         token = self.branches.choose(list(np.diff(inside) / (self.high - self.low)))
         self.low, self.high = inside[token], inside[token + 1]
-        return token
+        return token if tokens is None else tokens[token]
 
 
 class Scaled:
@@ -93,9 +97,9 @@ class Scaled:
 
 def draw_with_coins(patch: Any) -> None:
     """Whoever draws from a law asks the Coin that stands for its uniform."""
-    patch.setattr(judging, "draw", lambda weights, coin: coin.draw(weights))
-    patch.setattr(sampling, "draw", lambda weights, coin: coin.draw(weights))
-    patch.setattr(sampling, "draw_and_sum", lambda weights, coin: (coin.draw(weights), weights.sum()))
+    for module in (judging, ahead, tree_drafter):
+        patch.setattr(module, "draw", lambda weights, coin: coin.draw(weights))
+    patch.setattr(sampling, "draw_and_sum", lambda weights, coin: (coin.draw(weights), laws_held.mass_of(weights)))
 
 
 class ScriptedNoise:

@@ -27,8 +27,9 @@ from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.runtime import admission
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.rules import verify
+from leadout.runtime.rules.law import Few, draw, draw_and_sum
 from leadout.runtime.rules.noise import Noise, Purpose
-from leadout.runtime.rules.sampling import Chain, draw
+from leadout.runtime.rules.sampling import Chain
 from leadout.runtime.settings import Settings
 
 TIGHT = 1e-12
@@ -90,6 +91,11 @@ def expected_accepted(rule, p, q, length):
     return sum(verdict.accepted * chance for verdict, chance in verdicts(rule, p, q, length))
 
 
+def few(table):
+    """The same laws, held as those that leave few tokens are."""
+    return {context: Few.of(range(row.size), row.tolist()) for context, row in table.items()}
+
+
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("vocab", "length"), [(3, 0), (4, 1), (3, 2), (4, 2), (3, 3)])
 @pytest.mark.parametrize("rule", RULES)
@@ -99,6 +105,18 @@ def test_sampled_drafts_leave_the_law_alone(rule, vocab, length, zeros):
     q = rows_by_context(rng, vocab, length + 1, zeros=zeros)
     truth = target_law(p.__getitem__, vocab, length + 1)
     assert distance(joint_law(rule, p, q, vocab, length), truth) < TIGHT
+
+
+@pytest.mark.parametrize("of", ["p", "q", "pq"])
+@pytest.mark.parametrize("rule", RULES)
+def test_laws_of_few_tokens_leave_the_law_alone_beside_each_other_and_beside_arrays(rule, of):
+    rng = np.random.default_rng(17)
+    p, q = (rows_by_context(rng, 4, 3, zeros=True) for _ in "pq")
+    truth = target_law(p.__getitem__, 4, 3)
+    found = joint_law(rule, few(p) if "p" in of else p, few(q) if "q" in of else q, 4, 2)
+    assert distance(found, truth) < TIGHT
+    if of == "p":
+        assert distance(joint_law("rejection", few(p), (2, 2), 4, 2), truth) < TIGHT, "and beside a fixed draft"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -180,7 +198,10 @@ def test_draw_has_exactly_its_law():
                 low, high = (middle, high) if draw(law_, middle) <= token else (low, middle)
             edges.append(low)
         assert np.abs(np.diff(edges) - law_ / law_.sum()).max() < TIGHT
-        assert law_[draw(law_, 0.0)] > 0 and law_[draw(law_, np.nextafter(1.0, 0.0))] > 0
+        some = Few.of(range(law_.size), weights)
+        for uniform in (0.0, *(abs(edge + beside) for edge in edges[:-1] for beside in (-1e-9, 1e-9)), 1.0 - 1e-16):
+            assert law_[draw(law_, uniform)] > 0
+            assert draw(some, uniform) == draw(law_, uniform) and draw_and_sum(some, uniform)[1] == law_.sum()
 
 
 def test_gumbel_noise_is_the_double_logarithm_of_its_own_uniforms():

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from leadout.errors import EngineError
-from leadout.runtime.rules import buffers, nucleus
+from leadout.runtime.rules import buffers, nucleus, sampling
 from leadout.runtime.rules.heads import loudest
-from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.law import Few, whole
+from leadout.runtime.rules.noise import FEW, Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 from leadout.runtime.vocabulary import VocabularyMap
@@ -75,12 +76,13 @@ def test_a_trimmed_head_drafts_what_its_law_says_for_the_seed(options: dict[str,
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 5000, VOCAB])
-def test_the_kth_largest_is_the_sorted_one(size: int) -> None:
+def test_the_k_largest_are_those_that_reach_the_kth(size: int) -> None:
     drawn = row(3.0)[:size]
     many_gone = np.where(np.arange(size) % 100, np.float32(-np.inf), drawn)
     for scores in (drawn, np.sort(drawn), np.round(drawn), np.zeros(size, np.float32), many_gone):
         for k in {1, 2, 3, 50, size // 64, size // 64 + 1, size - 1, size} & set(range(1, size + 1)):
-            assert nucleus.kth_largest(scores, k) == np.sort(scores)[-k]
+            wanted = np.flatnonzero(scores >= np.sort(scores)[-k])
+            assert np.array_equal(nucleus.largest(scores, k), wanted)
 
 
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
@@ -173,7 +175,25 @@ def test_rows_of_one_round_keep_their_numbers() -> None:
 
 
 def test_masses_are_the_law_up_to_a_factor() -> None:
-    for options in ({}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}):
+    for options in ({}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}, {"top_k": 500}):
         chain = Chain(Settings(temperature=0.9, **options), VOCAB, [], ())  # type: ignore[arg-type]
-        masses = chain.masses(row(2.0))
+        masses = whole(chain.masses(row(2.0)), VOCAB)
         np.testing.assert_allclose(masses / masses.sum(), chain.distribution(row(2.0)), rtol=3e-7)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_p": 0.8, "min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("top_k", [0, 1, 60, 700])
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+def test_few_tokens_have_the_masses_that_they_have_in_a_row(
+    spread: float, top_k: int, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Chain(Settings(temperature=0.9, top_k=top_k, **options), VOCAB, [], ())  # type: ignore[arg-type]
+    some = chain.masses(row(spread))
+    monkeypatch.setattr(sampling, "FEW", 0)
+    every = chain.masses(row(spread))
+    assert isinstance(every, np.ndarray)
+    kept = np.flatnonzero(every)
+    assert isinstance(some, Few) == (kept.size <= FEW) and np.array_equal(whole(some, VOCAB), every)
+    if isinstance(some, Few):
+        assert list(some) == kept.tolist() and some.item(int(kept[0])) == every[kept[0]]
+        assert some.item(int(np.argmin(every))) == 0.0

@@ -17,7 +17,7 @@ from leadout.errors import LeadoutError
 from leadout.runtime import decoder, judging, sequence, steps
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import model_drafter
-from leadout.runtime.rules import buffers, noise, sampling, verify
+from leadout.runtime.rules import buffers, law, noise, sampling, verify
 from leadout.runtime.settings import Settings
 
 PROMPT = [1, 2, 1, 2, 1]
@@ -41,6 +41,24 @@ def fixed_drafts_hold(monkeypatch):
 
 def block_holds(monkeypatch):
     laws_hold(monkeypatch, rule="block")
+
+
+def few_hold(monkeypatch):
+    """Where settings leave few tokens, too: the law is what they leave of the target's row."""
+    target, prompt = table_law(4, seed=4), [1, 2, 1, 2, 1]
+    pair = target, mixed_law(target, table_law(4, seed=5), 0.5)
+
+    def left(tokens):
+        row = target(np.array([*prompt, *tokens]))
+        kept = row >= np.sort(row)[-3]
+        share = np.cumsum(np.sort(row[kept])[::-1]) / row[kept].sum()
+        kept &= row >= np.sort(row)[::-1][int((share < 0.9).sum())]
+        return np.where(kept, row, 0.0) / row[kept].sum()
+
+    for rule, draft in (("rejection", "model"), ("block", "model"), ("rejection", "ngram")):
+        options = {"temperature": 1.0, "top_k": 3, "top_p": 0.9, "draft_length": 2, "rule": rule, "draft": draft}
+        found = decode_law(pair, 4, 3, monkeypatch, prompt, **options)
+        assert distance(found, target_law(left, 4, 3)) < 1e-12
 
 
 def texts(requests, eos=(), **change):
@@ -193,6 +211,7 @@ CHECKS = [
     fixed_drafts_hold,
     rejection_holds,
     block_holds,
+    few_hold,
     outcomes_are_expected_ones,
 ]
 
@@ -257,6 +276,19 @@ MUTANTS = [
         "draw(residual(p(len(x)), q[-1]) if q else p(len(x)))",
     ),
     Mutant("one-hot residual keeps the rejected token", verify, "without", "rest[token] = 0.0", "rest[token] *= 1.0"),
+    Mutant("residual of few is not weighted", verify, "excess", "weight * mass - q", "mass - q"),
+    Mutant("residual of few the wrong way round", verify, "excess", "weight * mass - q.item(token)", "q.item(token)"),
+    Mutant("residual of few without q", verify, "excess", "mass - q.item(token)", "mass - 0.0"),
+    Mutant("one-hot residual of few keeps the rejected token", verify, "without", "if other != token", "if True"),
+    Mutant("few of a round are not few", sampling.Chain, "masses", "weights[kept]", "weights[kept] * 0.5 + 0.1"),
+    Mutant("few are not normalised", law.Few, "__truediv__", "each / mass", "each"),
+    Mutant(
+        "few are places among those that top-k left",
+        sampling.Chain,
+        "masses",
+        "else ids[kept]",
+        "else kept.nonzero()[0]",
+    ),
     Mutant("block: weights not clipped", verify, "block", "min(1.0, weight *", "(weight *"),
     Mutant("block: residual not weighted", verify, "block", "q[accepted], kept)", "q[accepted])"),
     Mutant("block: residual of the last weight", verify, "block", "q[accepted], kept)", "q[accepted], weight)"),
@@ -272,8 +304,14 @@ MUTANTS = [
     Mutant("block: what was hardly reached counts in full", verify, "block", "(before, weight)", "(1.0, weight)"),
     Mutant("block: the prefix before it is kept", verify, "block", "(before, weight)", "(before, before)"),
     Mutant("the coin's side is half expected", verify, "rejection", "else chance / given", "else chance"),
-    Mutant("q not as sampled", sampling.Sampler, "propose", "token, q", "token, (q**2) / (q**2).sum()"),
-    Mutant("q not normalised", sampling.Sampler, "propose", "1.0 / total", "0.5 / total"),
+    Mutant(
+        "q not as sampled",
+        sampling.Sampler,
+        "propose",
+        "token, over(masses, mass)",
+        "token, over(masses**2, (masses**2).sum())",
+    ),
+    Mutant("q not normalised", sampling.Sampler, "propose", "over(masses, mass)", "over(masses, 2 * mass)"),
     Mutant(
         "q of the logits without the chain",
         model_drafter.ModelDrafter,

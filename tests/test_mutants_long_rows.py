@@ -25,7 +25,7 @@ def what_is_left_is_the_same(monkeypatch):
         for options in whole.CUT:
             whole.test_the_loudest_that_settings_leave_is_found_among_few(options, monkeypatch)
             whole.test_a_trimmed_head_drafts_what_its_law_says_for_the_seed(options)
-        whole.test_the_kth_largest_is_the_sorted_one(5000)
+        whole.test_the_k_largest_are_those_that_reach_the_kth(5000)
     except (ValueError, ZeroDivisionError):  # there are not so many, or none of any weight
         raise AssertionError("of too few") from None
 
@@ -62,13 +62,13 @@ MUTANTS = [
     Mutant("another's noise, of many", sampling.Sampler, "_heard", "uniforms[ids]", "uniforms[: ids.size]"),
     Mutant("a place for a token", sampling.Sampler, "_heard", "int(ids[place])", "place"),
     Mutant("its block is the one before", noise.Noise, "gumbel_of", "token // 4 + 1", "token // 4"),
-    Mutant("more than there are groups", nucleus, "kth_largest", "groups >= k", "groups"),
+    Mutant("more than there are groups", nucleus, "largest", "groups < k", "not groups"),
     Mutant(
         "the k-th of the groups",
         nucleus,
-        "kth_largest",
-        "return float(np.partition(scores, -k)[-k])",
-        "return float(scores.min())",
+        "largest",
+        "few >= np.partition(few, -k)[-k]",
+        "few >= few.min()",
     ),
     Mutant("the mass above is lost", nucleus, "_edge", "wanted -= weight_above", "wanted -= 0.0"),
     Mutant("the mass between is lost", nucleus, "_edge", "wanted -= weight_between", "wanted -= 0.0"),

@@ -21,6 +21,7 @@ from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters import model_drafter, tree_drafter
 from leadout.runtime.drafters.retokenise import Tokenizers
 from leadout.runtime.rules import sampling
+from leadout.runtime.rules.law import whole
 from leadout.runtime.rules.noise import Noise
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
@@ -277,10 +278,11 @@ def few_logits_are_as_good_as_all(monkeypatch: Any = None) -> None:
         for start in range(40):
             row = ids.row(rng.normal(size=6).astype(np.float32))
             token, q = sampler.propose(row, [5, 5], start)
-            other, whole = sampler.propose(np.asarray(row), [5, 5], start)
+            other, other_q = sampler.propose(np.asarray(row), [5, 5], start)
             assert token == other
             if q is not None:
-                assert whole is not None and q.shape == (12,) and np.abs(q - whole).max() < 3e-7
+                assert other_q is not None
+                assert whole(q, 12).shape == (12,) and np.abs(whole(q, 12) - whole(other_q, 12)).max() < 3e-7
 
 
 def test_few_logits_are_as_good_as_all() -> None:
@@ -322,7 +324,9 @@ MUTANTS = [
     Mutant("no branch is an error", tree_drafter.TreeDrafter, "_grow", "self._vocabulary.identical and", ""),
     Mutant("noise by the draft's order", sampling.Sampler, "_heard",
            "few if ids is None else ids[few]", "few"),
-    Mutant("q over few tokens only", sampling.Sampler, "_propose_among", "), q", "), law"),
+    Mutant("q over few tokens only", sampling.Sampler, "_propose_among",
+           "spread(row.ids, q, row.size, 0.0)", "q"),
+    Mutant("places for tokens", sampling.Sampler, "_propose_among", "row.ids[list(q)].tolist()", "q"),
     Mutant("an early end is not banned", sampling.Chain, "looks_at_ids", "is not None or", "is not None and"),
     Mutant("the map is lost on the way", decoder.Decoder, "__init__", "vocabulary = vocabulary or", "vocabulary ="),
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..prefill import ALL
-from ..rules.sampling import Probs
+from ..rules.law import Law
 from ..rules.trees import ABSENT, path
 from ..rules.verify import Verdict
 from ..sequence import Row
@@ -16,14 +16,14 @@ from .confidence import Watch
 
 @dataclass(slots=True)
 class Draft:
-    """Proposed tokens, the distributions ``q`` they were drawn from (None: the proposal is deterministic), and the name
-    of the drafter, ``by``. ``q`` are arrays [V], one for each token of a chain; in a tree the children of node n were
-    drawn from q[n + 1] and those of the root from q[0] (an empty array where a node has no children). ``classes``: how
+    """Proposed tokens, the laws ``q`` they were drawn from (None: the proposal is deterministic), and the name of the
+    drafter, ``by``. There is a law for each token of a chain; in a tree the children of node n were drawn from q[n + 1]
+    and those of the root from q[0] (an empty array where a node has no children). ``classes``: how
     sure the drafter was of each token, where a Watch was asked. With ``parents`` the tokens are a tree
     (``rules/trees.py``), else a chain."""
 
     tokens: list[int] = field(default_factory=list)
-    q: list[Probs] | None = None
+    q: list[Law] | None = None
     by: str = "model"
     classes: list[int] = field(default_factory=list)
     parents: list[int] | None = None

@@ -213,7 +213,7 @@ class ModelDrafter:
     def _chance(self, draft: Draft, logits: LogitRow) -> float | None:
         """How likely the token was that was just drafted."""
         token = draft.tokens[-1]
-        return chance_of(logits, self._vocabulary.column(token)) if draft.q is None else float(draft.q[-1][token])
+        return chance_of(logits, self._vocabulary.column(token)) if draft.q is None else draft.q[-1].item(token)
 
     def _choose(self, row: Row, draft: Draft, logits: LogitRow) -> bool:
         try:

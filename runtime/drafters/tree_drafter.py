@@ -8,9 +8,10 @@ import numpy as np
 
 from ...engines.base import LogitRow, Logits
 from ...errors import UsageError
-from ..rules import sampling, trees
+from ..rules import trees
+from ..rules.law import Law, draw
 from ..rules.noise import Purpose
-from ..rules.sampling import Probs, Sampler
+from ..rules.sampling import Sampler
 from ..rules.trees import ABSENT, ROOT, path
 from ..sequence import Row
 from .base import Draft
@@ -90,7 +91,7 @@ class TreeDrafter(ModelDrafter):
 
 def branch(
     sampler: Sampler, logits: LogitRow, drafted: Items[int], start: int, nodes: range
-) -> tuple[list[int], Probs | None]:
+) -> tuple[list[int], Law | None]:
     """Tokens for ``nodes``, children of the node that ``drafted`` leads to, in the round at ``start``: the likeliest
     (greedy), those of the largest noise + log q (coupled: the first is the chain's), else drawn from q (returned, too)
     without replacement. Fewer where there are no more."""
@@ -101,4 +102,4 @@ def branch(
         return trees.best_children(sampler.noisy(logits, drafted, start + len(drafted)), len(nodes)), None
     q = sampler.chain.distribution(logits, drafted)
     coins = sampler.noise.uniforms(start, Purpose.DRAFT, nodes.stop)[nodes.start :]
-    return trees.draw_children(q, len(nodes), coins, sampling.draw), q
+    return trees.draw_children(q, len(nodes), coins, draw), q

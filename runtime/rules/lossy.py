@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .sampling import Probs
+from .law import Probs, mass_of
 from .verify import Draw, Uniforms, Verdict, excess, residual
 
 Mass = Callable[[Probs, Probs], Probs]
@@ -55,7 +55,7 @@ def relaxed(
         row = p(i)
         proposal = _one_hot(drafted, row) if q is None else q[i]
         kept = mass(row, proposal)
-        distances.append(float(excess(kept, row).sum()))
+        distances.append(mass_of(excess(kept, row)))
         if not uniforms[i] * proposal.item(drafted) < kept.item(drafted):
             return Verdict(i, draw(residual(row, kept)), i + 1, tuple(distances))
     return Verdict(len(x), draw(p(len(x))), len(x), (*distances, 0.0))

@@ -16,16 +16,19 @@ _MARGIN = 32  # of these, how far from where the edge seems to be it may lie: tw
 _GROUP = 64  # numbers of which the largest stands for all at first
 
 
-def kth_largest(scores: Row, k: int) -> float:
-    """The k-th largest of ``scores`` [V], for k from 1 to V.
+def largest(scores: Row, k: int) -> NDArray[np.intp]:
+    """The places of the k largest of ``scores`` [V], k from 1 to V, and of those as large as the k-th; in order.
 
     It is no less than the k-th largest of what is largest in each group of them: few reach that.
     """
     groups = scores.size // _GROUP
-    if groups >= k:
-        peaks = np.maximum.reduce(scores[: groups * _GROUP].reshape(_GROUP, groups), axis=0)
-        scores = scores[scores >= np.partition(peaks, -k)[-k]]
-    return float(np.partition(scores, -k)[-k])
+    if groups < k:
+        return np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+    peaks = np.maximum.reduce(scores[: groups * _GROUP].reshape(_GROUP, groups), axis=0)
+    places = (scores >= np.partition(peaks, -k)[-k]).nonzero()[0]
+    few = scores[places]
+    kept: NDArray[np.intp] = places[few >= np.partition(few, -k)[-k]]
+    return kept
 
 
 def nucleus_edge(weights: Row, top_p: float) -> float:
@@ -34,9 +37,10 @@ def nucleus_edge(weights: Row, top_p: float) -> float:
     Tokens lighter than (1 - top_p) / V of the mass weigh less than 1 - top_p together: the edge lies among the others.
     """
     mass = float(np.add.reduce(weights))
-    heavy = weights >= (1.0 - top_p) * mass / weights.size
-    few = np.count_nonzero(heavy) <= _FEW
-    return _edge(weights[heavy] if few else weights, mass, top_p * mass)
+    if weights.size > _FEW:
+        heavy = weights >= (1.0 - top_p) * mass / weights.size
+        weights = weights[heavy] if np.count_nonzero(heavy) <= _FEW else weights
+    return _edge(weights, mass, top_p * mass)
 
 
 def _edge(weights: Row, mass: float, wanted: float) -> float:

@@ -16,16 +16,15 @@ from ..settings import Rule, Settings
 from ..vocabulary import MappedRow
 from . import buffers
 from .heads import loudest, not_finite, nothing_left, winner
+from .law import Few, Law, Probs, draw_and_sum, mass_of, over, whole
 from .noise import FEW, SHORT, Noise, Purpose
-from .nucleus import kth_largest, nucleus_edge
+from .nucleus import largest, nucleus_edge
 from .tally import Tally
 
 Scores = NDArray[np.floating[Any]]
-Probs = NDArray[np.floating[Any]]
+Kept = NDArray[np.bool_]
 
 _LOW, _HIGH = -20.0, 60.0  # if the largest logit is between these, exp needs no shift: nothing over- or underflows
-_BLOCK = 64  # weights that are added up together when one token is drawn
-_starts: dict[int, NDArray[np.intp]] = {}
 
 
 class Chain:
@@ -139,24 +138,35 @@ class Chain:
         """The same for tokens that top_k leaves, and which these are, in order (None: all there are)."""
         ids, scores = self._tempered(logits, drafted)
         if self._cuts:
-            scores = np.where(self._cut(scores, powers(scores)) > 0.0, scores, -math.inf)
+            scores = np.where(self._kept(scores, powers(scores)), scores, -math.inf)
         return ids, scores
 
-    def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p up to a factor [V]. Needs temperature > 0."""
+    def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Law:
+        """p up to a factor; [V] where nothing is left out. Needs temperature > 0."""
         if self.settings.temperature == 1.0 and self.is_bare(drafted):
             row = self._allowed(logits, drafted)
             if _LOW < row.item(row.argmax()) < _HIGH:
                 return powers(row)
         ids, scores = self._tempered(logits, drafted)
-        weights = self._cut(scores, powers(scores)) if self._cuts else powers(scores)
-        return weights if ids is None else spread(ids, weights, logits.size, 0.0)
+        weights = powers(scores)
+        if self._cuts:
+            kept = self._kept(scores, weights)
+            if np.count_nonzero(kept) <= FEW:
+                ids, weights = kept.nonzero()[0] if ids is None else ids[kept], weights[kept]
+            else:
+                weights *= kept  # where masks are as irregular as these, what branches takes ten times as long
+        if ids is None:
+            return weights
+        return Few.of(ids.tolist(), weights.tolist()) if ids.size <= FEW else spread(ids, weights, logits.size, 0.0)
+
+    def law(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Law:
+        """p, summing to 1; [V] where nothing is left out. Needs temperature > 0."""
+        masses = self.masses(logits, drafted)
+        return over(masses, mass_of(masses))
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """p [V], summing to 1. Needs temperature > 0."""
-        probs = self.masses(logits, drafted)
-        probs *= 1.0 / float(np.add.reduce(probs))
-        return probs
+        """The same, [V] in any case."""
+        return whole(self.law(logits, drafted), logits.size)
 
     def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs] | None:
         """``distribution(logits[i], drafted[:i])`` of i = 0..len(drafted), for ``logits`` [> len(drafted), V], of short
@@ -180,22 +190,20 @@ class Chain:
         row, ids = self._biased(logits, drafted), None
         top = self._top(row, logits)
         if 0 < self.settings.top_k < row.size:
-            ids = np.flatnonzero(row >= kth_largest(row, self.settings.top_k))
+            ids = largest(row, self.settings.top_k)
             row = row[ids]
         scores = below(row, top)
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
         return ids, scores
 
-    def _cut(self, scores: Scores, weights: Probs) -> Probs:
-        """``weights`` = e^scores, set to 0 where top_p or min_p leave a token out. Masks are multiplied in: with
-        masks as irregular as these, anything that branches takes ten times as long."""
-        settings = self.settings
-        if settings.top_p < 1.0:
-            weights *= weights >= nucleus_edge(weights, settings.top_p)
-        if settings.min_p > 0.0:
-            weights *= scores >= math.log(settings.min_p)
-        return weights
+    def _kept(self, scores: Scores, weights: Probs) -> Kept:
+        """Which of ``weights`` = e^scores top_p and min_p leave."""
+        least = 0.0 if self.settings.top_p == 1.0 else nucleus_edge(weights, self.settings.top_p)
+        kept: Kept = weights >= least
+        if self.settings.min_p > 0.0:
+            kept &= scores >= math.log(self.settings.min_p)
+        return kept
 
     @staticmethod
     def _top(row: Scores, logits: LogitRow) -> float:
@@ -220,7 +228,8 @@ class Chain:
             scores[self._ends] = -math.inf
         if self._raw:
             return scores
-        scores[self._bias_ids] += self._bias
+        if settings.logit_bias:
+            scores[self._bias_ids] += self._bias
         if self._repeats:
             seen, penalty = self._seen.behind(drafted)[0], settings.repetition_penalty
             before = scores[seen]
@@ -292,28 +301,29 @@ class Sampler:
         noise = self.noise.gumbel(position, logits.size)
         return np.add(self.chain.scores(logits, drafted), noise, dtype=np.float64)
 
-    def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+    def propose(self, logits: LogitRow, drafted: Sequence[int], start: int) -> tuple[int, Law | None]:
         """A draft model's next token after ``drafted`` in the round at ``start``, and the q it was drawn from."""
         sampled = self.chain.settings.temperature > 0
         if isinstance(logits, MappedRow) and sampled and not self.chain.looks_at_ids(drafted):
             return self._propose_among(logits, drafted, start)
         if self.deterministic:
             return self.choose(logits, drafted, start + len(drafted)), None
-        q = self.chain.masses(logits, drafted)
-        token, total = draw_and_sum(q, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])
-        q *= 1.0 / total
-        return token, q
+        masses = self.chain.masses(logits, drafted)
+        token, mass = draw_and_sum(masses, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])
+        return token, over(masses, mass)
 
-    def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Probs | None]:
+    def _propose_among(self, row: MappedRow, drafted: Sequence[int], start: int) -> tuple[int, Law | None]:
         """The same from the few logits that a draft gives: the target's other tokens have no chance."""
         if self.rule == "coupled":
             places, scores = self.chain.left(row.kept, drafted)
             ids = row.ids if places is None else row.ids[places]
             return self._heard(scores, ids, start + len(drafted), row.size), None
-        law = self.chain.distribution(row.kept, drafted)
-        q = np.zeros(row.size, law.dtype)
-        q[row.ids] = law
-        return int(row.ids[draw(law, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])]), q
+        masses = self.chain.masses(row.kept, drafted)
+        place, mass = draw_and_sum(masses, self.noise.uniforms(start, Purpose.DRAFT, len(drafted) + 1)[-1])
+        q = over(masses, mass)
+        if isinstance(q, Few):
+            return int(row.ids[place]), Few.of(row.ids[list(q)].tolist(), q.values())
+        return int(row.ids[place]), spread(row.ids, q, row.size, 0.0)
 
 
 def spread(ids: Tokens, values: Scores, size: int, others: float) -> Scores:
@@ -335,28 +345,3 @@ def powers(scores: Scores) -> Probs:
     """e^scores."""
     weights: Probs = np.exp(scores, out=buffers.like(scores))
     return weights
-
-
-def draw(law: Probs, uniform: float) -> int:
-    """Inverse CDF: the first token whose cumulative weight exceeds ``uniform`` (in [0, 1)) of the total.
-
-    ``law`` need not be normalised. Tokens of weight 0 are never drawn.
-    """
-    return draw_and_sum(law, uniform)[0]
-
-
-def draw_and_sum(law: Probs, uniform: float) -> tuple[int, float]:
-    """``draw``, and the total. Summed in blocks: one by one, the numbers wait for each other. (A block's sum, of the
-    law's dtype, and that of its numbers one by one differ in the last bits, so it is a share of the block that is
-    looked for: what lies between the two would be the last token's, however unlikely that is.)"""
-    if (starts := _starts.get(law.size)) is None:
-        starts = _starts[law.size] = np.arange(0, law.size, _BLOCK)
-    upto = np.add.reduceat(law, starts).cumsum(dtype=np.float64)
-    total = upto.item(-1)
-    wanted = uniform * total
-    block = min(int(upto.searchsorted(wanted, side="right")), upto.size - 1)
-    first, before = block * _BLOCK, upto.item(block - 1) if block else 0.0
-    mass, sums = upto.item(block) - before, law[first : first + _BLOCK].cumsum(dtype=np.float64)
-    share = (wanted - before) / mass if mass else 1.0
-    place = int(sums.searchsorted(share * sums.item(-1), side="right"))
-    return first + place if place < sums.size else int(np.flatnonzero(law[: first + _BLOCK])[-1]), total

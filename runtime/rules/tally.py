@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -16,17 +15,17 @@ class Tally:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self._places: dict[int, int] = {}
-        self._table = np.zeros((2, 64), np.int64)  # by place: the id, and how often it stands there
+        self._table = np.empty((2, 64), np.int64)  # by place: the id, and how often it stands there
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """The text goes on with ``tokens``."""
         for token in tokens:
-            place = self._places.setdefault(token, len(self._places))
-            if place == self._table.shape[1]:
-                self._table = np.concatenate((self._table, np.zeros_like(self._table)), axis=1)
-            self._table[0, place] = token
-            self._table[1, place] += 1
+            if (place := self._places.get(token)) is None:
+                self._add(token, len(self._places))
+                self._places[token] = len(self._places)
+            else:
+                self._table[1, place] += 1
 
     def fork(self) -> Tally:
         """A copy that grows by itself."""
@@ -35,15 +34,23 @@ class Tally:
         return other
 
     def behind(self, drafted: Sequence[int]) -> Counts:
-        """What stands in the text and in ``drafted`` behind it. Valid until the text goes on."""
-        ids, counts = self._table[:, : len(self._places)]
-        if not drafted:
-            return ids, counts
-        counts, others = counts.copy(), Counter[int]()
+        """What stands in the text and in ``drafted`` behind it. Valid until asked again, or until the text goes on."""
+        new, again = dict[int, int](), list[int]()
         for token in drafted:
-            if (place := self._places.get(token)) is None:
-                others[token] += 1
+            if (place := self._places.get(token, new.get(token))) is None:
+                place = new[token] = len(self._places) + len(new)
+                self._add(token, place)
             else:
+                again.append(place)
+        ids, counts = self._table[:, : len(self._places) + len(new)]
+        if again:
+            counts = counts.copy()
+            for place in again:
                 counts[place] += 1
-        more = np.array([list(others), list(others.values())], np.int64)
-        return np.append(ids, more[0]), np.append(counts, more[1])
+        return ids, counts
+
+    def _add(self, token: int, place: int) -> None:
+        """``token`` stands once at ``place``, the first that is free or one behind it."""
+        if place == self._table.shape[1]:
+            self._table = np.concatenate((self._table, np.empty_like(self._table)), axis=1)
+        self._table[:, place] = token, 1

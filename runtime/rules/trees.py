@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .nucleus import kth_largest
-from .sampling import Probs
+from .law import Law, Probs
+from .nucleus import largest
 from .verify import Draw, Uniforms, Verdict, residual, without
 
 ROOT, ABSENT = -1, -2
@@ -63,8 +63,8 @@ def descend(parents: Sequence[int], x: Sequence[int], choose: Callable[[int], in
 def recursive_rejection(
     parents: Sequence[int],
     x: Sequence[int],
-    q: Callable[[int], Probs],
-    p: Callable[[int], Probs],
+    q: Callable[[int], Law],
+    p: Callable[[int], Law],
     uniforms: Uniforms,
     draw: Draw,
 ) -> Verdict:
@@ -88,7 +88,7 @@ def recursive_rejection(
     return Verdict(len(kept), draw(p(node)), len(kept), path=tuple(kept))
 
 
-def draw_children(q: Probs, count: int, uniforms: Uniforms, draw: Callable[[Probs, float], int]) -> list[int]:
+def draw_children(q: Probs, count: int, uniforms: Uniforms, draw: Callable[[Law, float], int]) -> list[int]:
     """Up to ``count`` tokens drawn from q one by one without replacement; fewer where q has no more."""
     drawn: list[int] = []
     left = q
@@ -104,7 +104,6 @@ def best_children(scores: Probs, count: int) -> list[int]:
     count = min(count, int(np.isfinite(scores).sum()))
     if not count:
         return []
-    edge = kth_largest(scores, count)
-    ids = np.flatnonzero(scores >= edge)
+    ids = largest(scores, count)
     ordered: list[int] = ids[np.lexsort((ids, -scores[ids]))][:count].tolist()
     return ordered

@@ -1,10 +1,10 @@
 """Decides which drafted tokens to keep. Pure functions: randomness comes in, a Verdict goes out.
 
 p = target, q = draft, as in Leviathan et al. (2211.17192); Chen et al. (2302.01318) use the letters the other way
-round. ``x`` are K drafted tokens, ``uniforms`` at least K numbers in [0, 1). ``p(i)``, [V] of the logits' dtype, is the
-target's distribution after the prefix and x_1..x_i, asked for in order and only when needed; it sums to 1, but for
-p(K), which is only drawn from and may have any factor. ``q[i]``, [V], is the very array that x_{i+1} was drawn from,
-``q`` None means that the draft is deterministic (one-hot). ``draw(law)`` samples from unnormalised weights.
+round. ``x`` are K drafted tokens, ``uniforms`` at least K numbers in [0, 1). ``p(i)`` is the target's law after the
+prefix and x_1..x_i (``law.py``: [V] of the logits' dtype, or few tokens), asked for in order and only when needed; it
+sums to 1, but for p(K), which is only drawn from and may have any factor. ``q[i]`` is the very law that x_{i+1} was
+drawn from, ``q`` None means that the draft is deterministic (one-hot). ``draw(law)`` samples from unnormalised masses.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import buffers
-from .sampling import Probs
+from .law import Few, Law, mass_of, whole
 
 Uniforms = Sequence[float] | NDArray[np.float64]
-Draw = Callable[[Probs], int]
+Draw = Callable[[Law], int]
 Outcomes = Sequence[tuple[float, float]]  # of each position: how far it was reached, and how far its draft was kept
 
 
@@ -64,7 +64,7 @@ def match(x: Sequence[int], choose: Callable[[int], int]) -> Verdict:
 
 
 def rejection(
-    x: Sequence[int], q: Sequence[Probs] | None, p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw
+    x: Sequence[int], q: Sequence[Law] | None, p: Callable[[int], Law], uniforms: Uniforms, draw: Draw
 ) -> Verdict:
     """Leviathan et al. 2211.17192, algorithm 1: accept with probability min(1, p/q), else draw from the residual.
 
@@ -81,7 +81,7 @@ def rejection(
     return Verdict(len(x), draw(p(len(x))), len(x), expected=expected)
 
 
-def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], uniforms: Uniforms, draw: Draw) -> Verdict:
+def block(x: Sequence[int], q: Sequence[Law], p: Callable[[int], Law], uniforms: Uniforms, draw: Draw) -> Verdict:
     """Block verification, Sun et al. 2403.10444, algorithm 2: keeps the longest prefix whose own coin lands.
 
     b_i = min(1, b_{i-1} p_i(x_i) / q_i(x_i)); h_i = R_i / (R_i + 1 - b_i) with R_i the mass of
@@ -104,34 +104,44 @@ def block(x: Sequence[int], q: Sequence[Probs], p: Callable[[int], Probs], unifo
     return Verdict(accepted, draw(law), min(accepted + 1, len(x)), expected=expected)
 
 
-def block_threshold(weight: float, p: Probs, q: Probs) -> float:
+def block_threshold(weight: float, p: Law, q: Law) -> float:
     """h_i for i < K: the probability of keeping the prefix, given that no longer one is kept. 0/0 is 1. ``p`` and ``q``
     are the laws of the token behind it."""
     if weight == 1.0:
         return 1.0
-    mass = float(np.add.reduce(excess(p, q, weight)))
+    mass = mass_of(excess(p, q, weight))
     return mass / (mass + 1.0 - weight)
 
 
-def excess(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
+def excess(p: Law, q: Law, weight: float = 1.0) -> Law:
     """max(weight p - q, 0), unnormalised; as max(weight p, q) - q, for numpy compares with a number three times as long
     as with another array."""
-    rest = buffers.like(p)
+    if isinstance(p, Few):
+        left = (max(weight * mass - q.item(token), 0.0) for token, mass in p.items())
+        return Few.of(p, left)
+    q, rest = whole(q, p.size), buffers.like(p)
     scaled = p if weight == 1.0 else np.multiply(p, weight, out=rest)
     np.maximum(scaled, q, out=rest)
     rest -= q
     return rest
 
 
-def residual(p: Probs, q: Probs, weight: float = 1.0) -> Probs:
+def residual(p: Law, q: Law, weight: float = 1.0) -> Law:
     """max(weight p - q, 0), unnormalised; p itself where nothing is left (p equals q up to rounding)."""
     rest = excess(p, q, weight)
-    return rest if rest[rest.argmax()] else p
+    return rest if _any(rest) else p
 
 
-def without(p: Probs, token: int) -> Probs:
+def without(p: Law, token: int) -> Law:
     """p with ``token`` struck out, unnormalised; p itself where nothing is left."""
+    if isinstance(p, Few):
+        return Few.of(p, (mass if other != token else 0.0 for other, mass in p.items())) or p
     rest = buffers.like(p)
     rest[:] = p
     rest[token] = 0.0
-    return rest if rest[rest.argmax()] else p
+    return rest if _any(rest) else p
+
+
+def _any(law: Law) -> bool:
+    """Whether any token has a mass. (``max`` has more overhead than ``argmax``.)"""
+    return bool(law) if isinstance(law, Few) else bool(law[law.argmax()])
