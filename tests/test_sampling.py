@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from leadout.runtime.ranges import shown
 from leadout.runtime.rules.law import draw
 from leadout.runtime.rules.noise import Noise, Purpose
 from leadout.runtime.rules.sampling import Chain, Sampler
+from leadout.runtime.rules.tally import Tally
 from leadout.runtime.settings import Settings
 
 VOCAB = 12
@@ -127,6 +129,23 @@ def test_what_was_drafted_is_penalised_as_what_was_written() -> None:
         chain.extend(text[written // 2 : written])
         assert np.array_equal(chain.distribution(logits, text[written:]), wanted)
         assert not np.array_equal(other.distribution(logits, text[written:]), wanted)
+
+
+def test_a_tally_counts_the_text_and_the_draft_whatever_was_drafted_before() -> None:
+    """Texts that grow, with drafts that come to nothing between, and a fork that goes its own way."""
+    rng, text = np.random.default_rng(6), [5, 5, 9]
+    tally = Tally(text)
+    for step in range(120):
+        for size in (0, 3, 6, 3):
+            drafted = rng.integers(0, 200, size).tolist()
+            ids, counts = tally.behind(drafted)
+            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text, *drafted])
+        other = tally.fork()
+        other.extend([0, 1, 0])
+        text.append(int(rng.integers(0, 200)))
+        tally.extend(text[-1:])
+        if step % 40 == 0:
+            assert dict(zip(*map(np.ndarray.tolist, other.behind([])), strict=True)) == Counter([*text[:-1], 0, 1, 0])
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9999}, {"min_new_tokens": 1}], ids=str)
