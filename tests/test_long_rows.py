@@ -85,6 +85,36 @@ def test_the_k_largest_are_those_that_reach_the_kth(size: int) -> None:
             assert np.array_equal(nucleus.largest(scores, k), wanted)
 
 
+class HeadRow:
+    """A row on a device that sends its eight largest; ``fetched``: whether the row was asked for."""
+
+    size = VOCAB
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.logits, self.fetched = logits, False
+
+    def top(self) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.lexsort((np.arange(VOCAB), -self.logits))[:8]
+        return ids, self.logits[ids]
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        self.fetched = True
+        return self.logits
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}, {"min_new_tokens": 9}, {"presence_penalty": 0.5}], ids=str)
+@pytest.mark.parametrize("top_k", [1, 2, 5, 7, 8, 9])
+def test_what_top_k_leaves_is_told_by_the_head_of_a_row_where_it_can_be(top_k: int, options: dict[str, Any]) -> None:
+    for coarse, seed in itertools.product((1e-6, 0.5, 2.0), range(12)):
+        logits = (np.round(row(1.0, seed) / coarse) * coarse).astype(np.float32)
+        chain = Chain(Settings(temperature=0.9, top_k=top_k, **options), VOCAB, [1], {5})
+        head, ordered = HeadRow(logits), np.sort(logits)[::-1]
+        found = chain.masses(head)  # type: ignore[arg-type]
+        assert found == chain.masses(logits) if isinstance(found, Few) else np.array_equal(found, chain.masses(logits))
+        changes = {"min_new_tokens", "presence_penalty"} & options.keys()
+        assert head.fetched == bool(changes or top_k > 7 or ordered[top_k - 1] == ordered[7])
+
+
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
     logits, uniforms = np.zeros(VOCAB, np.float32), np.full(VOCAB, 0.5)
     assert loudest(logits, 1.0, uniforms, 0) == 0

@@ -107,7 +107,7 @@ def test_the_chain_equals_its_documentation(case):
     elif greedy:
         assert found == expected
     else:
-        np.testing.assert_allclose(found, expected, atol=2 * FLOAT32)  # of scores up to 40
+        np.testing.assert_allclose(found, expected, atol=4 * FLOAT32)  # of logits up to 11, divided by 0.3
         assert np.array_equal(support, expected > 0)
     assert np.array_equal(kept, logits)
 

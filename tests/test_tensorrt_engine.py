@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -480,8 +481,19 @@ def test_greedy_with_a_draft_moves_no_row_of_logits(model: Model, tmp_path: Path
         assert engine.cuda.sizes and 4 * C.vocab not in engine.cuda.sizes
 
 
-def test_a_seeded_text_is_told_from_heads_and_moves_few_rows(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(draft_length=3, max_new_tokens=40, temperature=0.2, seed=4)
+LAWS = [
+    {"temperature": 0.2},
+    {"top_k": 2},
+    {"top_k": 3, "rule": "rejection"},
+    {"top_k": 3, "top_p": 0.6, "rule": "block"},
+]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_a_seeded_text_is_told_from_heads_and_moves_few_rows(
+    law: dict[str, Any], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(**{"draft_length": 3, "max_new_tokens": 40, "temperature": 1.0, "seed": 4} | law)
     texts, fetched = [], []
     for heads in (True, False):
         if not heads:
@@ -490,7 +502,11 @@ def test_a_seeded_text_is_told_from_heads_and_moves_few_rows(model: Model, monke
         texts.append(decode(target, SlotEngine(model, variant="nonpad"), [([1, 2, 3], settings)]))
         fetched.append(target._logits.bytes_fetched)
         target.close()
-    assert texts[0] == texts[1] and fetched[0] < 0.8 * fetched[1], "a head of four, and a model that is unsure"
+    assert texts[0] == texts[1]
+    if "top_k" in law:
+        assert fetched[0] == 0 < fetched[1]
+    else:
+        assert fetched[0] < 0.8 * fetched[1], "a head of four, and a model that is unsure"
 
 
 def test_a_text_ends_at_the_capacity_and_a_ragged_batch_finds_its_slots(model: Model, tmp_path: Path) -> None:

@@ -187,15 +187,27 @@ class Chain:
 
     def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores]:
         """The scores of what top_k leaves, up to the temperature, and which tokens these are (None: all)."""
-        row, ids = self._biased(logits, drafted), None
-        top = self._top(row, logits)
-        if 0 < self.settings.top_k < row.size:
-            ids = largest(row, self.settings.top_k)
-            row = row[ids]
+        ids, row, top = self._leading(logits, drafted)
         scores = below(row, top)
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
         return ids, scores
+
+    def _leading(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores, float]:
+        """What top_k leaves (None: all tokens), what processors 1-4 make of its logits, and the largest of these."""
+        k = self.settings.top_k if self.settings.top_k < logits.size else 0
+        head = getattr(logits, "top", None)  # only rows on a device have one
+        if k and head is not None and not self.looks_at_ids(drafted) and (tops := head()) is not None:
+            ids, row = tops
+            if k < row.size and row[k - 1] > row[-1]:  # no token outside is as likely as the k-th
+                order = ids[: np.count_nonzero(row >= row[k - 1])].argsort()
+                return ids[order], row[order], float(row[0])
+        row = self._biased(logits, drafted)
+        top = self._top(row, logits)
+        if not k:
+            return None, row, top
+        ids = largest(row, k)
+        return ids, row[ids], top
 
     def _kept(self, scores: Scores, weights: Probs) -> Kept:
         """Which of ``weights`` = e^scores top_p and min_p leave."""
