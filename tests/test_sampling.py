@@ -18,6 +18,7 @@ from leadout.errors import EngineError, UsageError
 from leadout.runtime.drafters.base import Draft
 from leadout.runtime.judging import judge
 from leadout.runtime.ranges import shown
+from leadout.runtime.rules import law as law_module
 from leadout.runtime.rules.law import draw
 from leadout.runtime.rules.noise import Noise, Purpose
 from leadout.runtime.rules.sampling import Chain, Sampler
@@ -334,8 +335,10 @@ def test_a_round_tosses_for_what_it_asks(monkeypatch: pytest.MonkeyPatch, drafts
     assert len(asked) == len(set(asked)) == tossed
 
 
-def test_no_token_is_drawn_for_what_float32_rounds_off() -> None:
+@pytest.mark.parametrize("short", [0, 64], ids=["in blocks", "one by one"])
+def test_no_token_is_drawn_for_what_float32_rounds_off(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between a block's sum and that of its numbers one by one lies a ten-millionth, and no token."""
+    monkeypatch.setattr(law_module, "_SHORT", short)
     rng, drawn = np.random.default_rng(2), set[int]()
     law = np.exp(rng.normal(size=64)).astype(np.float32)
     law[63] = 1e-40
@@ -346,8 +349,10 @@ def test_no_token_is_drawn_for_what_float32_rounds_off() -> None:
     assert draw(law, 1.0) == 63
 
 
+@pytest.mark.parametrize("short", [0, 4097], ids=["in blocks", "one by one"])
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 200, 4097])
-def test_a_draw_is_the_inverse_of_the_cumulative_law(size: int) -> None:
+def test_a_draw_is_the_inverse_of_the_cumulative_law(size: int, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(law_module, "_SHORT", short)
     rng = np.random.default_rng(size)
     law = rng.integers(0, 4, size).astype(float)  # whole numbers: every order of summing gives the same
     law[rng.integers(size)] = 2.0
