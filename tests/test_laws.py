@@ -159,6 +159,24 @@ def test_block_accepts_more_than_rejection_and_rejection_accepts_the_overlap():
     assert expected_accepted("rejection", p, q, 1) == pytest.approx(overlap, abs=TIGHT)
 
 
+def test_block_works_out_no_law_and_no_threshold_that_decides_nothing(monkeypatch):
+    """Prefixes are tried from the longest on, and the row behind the drafts is asked for if all of them are kept."""
+    asked, compared, laws_ = [], [], [np.array([0.5, 0.5]), np.array([0.2, 0.8]), np.array([0.6, 0.4])]
+    excess = verify.excess
+    monkeypatch.setattr(verify, "excess", lambda p, q, weight=1.0: (compared.append(weight), excess(p, q, weight))[1])
+
+    def round_of(q, coins):
+        asked.clear(), compared.clear()
+        found = verify.block([1, 1], q, lambda i: (asked.append(i), laws_[i])[1], coins, lambda law: int(law.argmax()))
+        return found.accepted, found.token, list(asked), list(compared)
+
+    assert round_of(laws_[:2], [0.9, 0.9]) == (2, 0, [0, 1, 2], [])
+    unlikely = [np.array([0.0, 1.0]), np.array([0.05, 0.95])]
+    assert round_of(unlikely, [0.99, 0.4]) == (2, 0, [0, 1, 2], [])
+    kept, token, rows, weights = round_of(unlikely, [0.05, 0.5])
+    assert (kept, token, rows, weights) == (1, 0, [0, 1], [0.5, 0.5]), "its threshold, then what is left"
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_expected_outcomes_have_the_mean_of_what_happens_and_less_noise(rule):
     rng = np.random.default_rng(11)

@@ -89,18 +89,20 @@ def block(x: Sequence[int], q: Sequence[Law], p: Callable[[int], Law], uniforms:
     looked at, but ``tested`` counts those up to the first not kept, as the other rules do. Given the drafts, the chance
     that at least i are kept is b_i, by induction from the last: h_i + (1 - h_i) (b_i - R_i) = b_i.
     """
-    expected: list[tuple[float, float]] = []
-    weight, row = 1.0, p(0)
-    accepted, kept, after = 0, weight, row  # how many, their b_i, and p_i behind them
-    for i, drafted in enumerate(x, start=1):
-        before, weight = weight, min(1.0, weight * row.item(drafted) / q[i - 1].item(drafted))
-        expected.append((before, weight))
+    weights, rows, expected = [1.0], list[Law](), list[tuple[float, float]]()
+    for i, drafted in enumerate(x):
+        rows.append(p(i))
+        weight = min(1.0, weights[i] * rows[i].item(drafted) / q[i].item(drafted))
+        expected.append((weights[i], weight))
         if weight == 0.0:
             break  # and stays 0: no longer prefix can be kept
-        row = p(i)
-        if uniforms[i - 1] < (block_threshold(weight, row, q[i]) if i < len(x) else weight):
-            accepted, kept, after = i, weight, row
-    law = after if accepted == len(x) else residual(after, q[accepted], kept)
+        weights.append(weight)
+
+    def lands(i: int) -> bool:
+        return uniforms[i - 1] < (block_threshold(weights[i], rows[i], q[i]) if i < len(x) else weights[i])
+
+    accepted = next((i for i in range(len(weights) - 1, 0, -1) if lands(i)), 0)  # of shorter ones nobody asks
+    law = p(accepted) if accepted == len(x) else residual(rows[accepted], q[accepted], weights[accepted])
     return Verdict(accepted, draw(law), min(accepted + 1, len(x)), expected=expected)
 
 
