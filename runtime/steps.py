@@ -49,6 +49,8 @@ class Stepper:
         self._keep_to(*self._alike)
         self._recording = engine if isinstance(engine, RecordingEngine) and engine.recording is not None else None
         self._row_step = row_step(engine) if self._recording is None else None
+        self._evens = engine if isinstance(engine, EvenEngine) else None
+        self._keeping = engine if isinstance(engine, KeepingEngine) else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
@@ -262,15 +264,15 @@ class Stepper:
     def _round(self, even: bool) -> None:
         self._even = even
         self._keep_to(*(self._alike if even else (ANY, 1)))
-        if isinstance(self.engine, EvenEngine):
-            self.engine.even = even
+        if self._evens is not None:
+            self._evens.even = even
 
     def _keep_to(self, widths: Widths, fewest_logits: int) -> None:
         self.widths, self._fewest = widths, fewest_logits
         self._short = range(widths.holding(1), _SEVERAL + 1, widths.multiple)  # those of a row's short way
 
     def _count(self) -> int | None:
-        return self.engine.resets if isinstance(self.engine, KeepingEngine) else None
+        return None if self._keeping is None else self._keeping.resets
 
     @contextmanager
     def _saying(self, where: str) -> Iterator[None]:
