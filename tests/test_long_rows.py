@@ -11,7 +11,7 @@ import pytest
 from leadout.errors import EngineError
 from leadout.runtime.rules import buffers, nucleus
 from leadout.runtime.rules.heads import loudest
-from leadout.runtime.rules.noise import Noise
+from leadout.runtime.rules.noise import Noise, Purpose, gumbel
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 from leadout.runtime.vocabulary import VocabularyMap
@@ -83,6 +83,33 @@ def test_the_kth_largest_is_the_sorted_one(size: int) -> None:
             assert nucleus.kth_largest(scores, k) == np.sort(scores)[-k]
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.2, 1.0, 1.7, 50.0])
+def test_of_tokens_that_are_all_but_equally_loud_the_loudest_is_found(temperature: float) -> None:
+    """Each is within what float32 rounds a bound by: wherever the logits lie, and the likeliest above them."""
+    for seed in range(600):
+        rng = np.random.default_rng(seed)
+        logits = (rng.choice([0.1, 1.0, 6.0]) * temperature * rng.normal(size=rng.choice([2, 3, 10]))).astype(
+            np.float32
+        )
+        logits -= logits.min() if seed % 2 else np.float32(rng.choice([0, -20, 50, 1000]))
+        scores = (logits - logits.max()) / temperature
+        noise = (
+            rng.choice([0, 1e-12, 1e-9, 1e-7, 1e-6]) * rng.normal(size=logits.size) - scores + rng.choice([-1, 0, 3])
+        )
+        uniforms = np.exp(-np.exp(-noise))
+        wanted = (scores + gumbel(uniforms)).argmax()
+        assert loudest(logits, temperature, uniforms, int(uniforms.argmax())) == wanted
+
+
+def test_the_noise_of_a_long_text_is_not_all_kept() -> None:
+    noise = Noise(3)
+    for position in range(70):
+        for size in (VOCAB, 50):
+            noise.gumbel(position, size)
+        noise.uniforms(position, Purpose.FINAL, 1)
+    assert max(map(len, (noise._raws, noise._gumbels, noise._coins))) <= 36
+
+
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
     logits, uniforms = np.zeros(VOCAB, np.float32), np.full(VOCAB, 0.5)
     assert loudest(logits, 1.0, uniforms, 0) == 0
@@ -105,19 +132,22 @@ def test_long_rows_that_are_no_numbers_are_an_engine_error(bad: float) -> None:
 
 def test_only_short_rows_are_worked_out_before_somebody_asks() -> None:
     """A rejection at the first of many long rows leaves the others alone; so does a law that depends on the draft."""
-    rows = np.random.default_rng(4).normal(size=(4, 50)).astype(np.float32)
+    rows = np.random.default_rng(4).normal(size=(5, 50)).astype(np.float32)
+    rows[4] = np.nan  # of a row of the batch that has more drafts: nobody's
     chain = Chain(Settings(temperature=0.7), 50, [], ())
     found = chain.distributions(rows, [1, 2, 3])
     assert found is not None and len(found) == 4
-    for law, logits in zip(found, rows, strict=True):
+    for law, logits in zip(found, rows[:4], strict=True):
         np.testing.assert_allclose(law, chain.distribution(logits), rtol=3e-7)
     assert Chain(Settings(temperature=0.7), VOCAB, [], ()).distributions(np.stack([row(1.0)] * 4), [1, 2, 3]) is None
     for options in ({"presence_penalty": 0.5}, {"top_p": 0.9}, {"min_new_tokens": 2}):
         changed = Chain(Settings(temperature=0.7, **options), 50, [], {1})  # type: ignore[arg-type]
         assert changed.distributions(rows, [1, 2, 3]) is None
-    rows[2, 7] = np.nan
-    with pytest.raises(EngineError, match="NaN"):
-        chain.distributions(rows, [1, 2, 3])
+    for places, bad in ((7, np.nan), (7, np.inf), (slice(None), -np.inf)):
+        broken = rows.copy()
+        broken[2, places] = bad
+        with pytest.raises(EngineError, match="NaN"):
+            chain.distributions(broken, [1, 2, 3])
 
 
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])

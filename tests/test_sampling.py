@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from leadout.runtime.judging import judge
 from leadout.runtime.ranges import shown
 from leadout.runtime.rules.noise import Noise, Purpose
 from leadout.runtime.rules.sampling import Chain, Sampler, draw
+from leadout.runtime.rules.tally import Tally
 from leadout.runtime.settings import Settings
 
 VOCAB = 12
@@ -128,6 +130,23 @@ def test_what_was_drafted_is_penalised_as_what_was_written() -> None:
         assert not np.array_equal(other.distribution(logits, text[written:]), wanted)
 
 
+def test_a_tally_counts_the_text_and_what_is_drafted_behind_it() -> None:
+    """Of more tokens than it has places for at first; and what was drafted leaves no trace."""
+    rng, text = np.random.default_rng(5), [3, 1, 3]
+    tally = Tally(text)
+    for size in (0, 1, 40, 100, 7):
+        new = rng.integers(0, 300, size).tolist()
+        tally.extend(new)
+        text += new
+        other = tally.fork()
+        other.extend([3, 298, 299])
+        for drafted in ([], [299, 3, 299], [], rng.integers(0, 300, 16).tolist()):
+            for asked, more in ((tally, []), (other, [3, 298, 299])):
+                ids, counts = asked.behind(drafted)
+                assert len(set(ids.tolist())) == len(ids)
+                assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text, *more, *drafted])
+
+
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9999}, {"min_new_tokens": 1}], ids=str)
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 3.0])
 @pytest.mark.parametrize("size", [300, 40_000])
@@ -163,6 +182,9 @@ def test_a_token_as_likely_as_the_last_one_kept_is_kept_too():
     for options in ({"top_k": 2}, {"top_p": 0.75}, {"min_p": math.exp(-2) - 1e-9}):
         probs = Chain(Settings(temperature=1.0, **options), 5, [], ()).distribution(logits)
         assert (probs > 0).tolist() == [True, True, True, True, False]
+    for factor, kept in ((0.9999, True), (1.0001, False)):
+        chain = Chain(Settings(temperature=1.0, min_p=factor * math.exp(-2)), 5, [], ())
+        assert (chain.distribution(logits)[0] > 0) == kept
 
 
 def test_greedy_ties_go_to_the_lowest_id():
