@@ -59,7 +59,7 @@ def test_the_lowest_id_wins_among_equals() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"logit_bias": {3: 4.0}}, {"min_new_tokens": 2}]
+    "more", [{"top_k": 399}, {"top_p": 0.5}, {"min_p": 0.2}, {"logit_bias": {3: 4.0}}, {"min_new_tokens": 2}]
 )
 def test_processors_want_the_row(more: dict[str, object]) -> None:
     settings = Settings(temperature=1.0, seed=3, rule="coupled", **more)  # type: ignore[arg-type]
@@ -67,3 +67,21 @@ def test_processors_want_the_row(more: dict[str, object]) -> None:
         sampler = Sampler("coupled", Chain(settings, row.size, [1], (2,)), Noise(3))
         headed = Headed(4 * row, 399)
         assert sampler.choose(headed, [], position) == sampler.choose(4 * row, [], position) and headed.whole
+
+
+class Odd:
+    """A grammar of odd tokens."""
+
+    def within(self, logits: np.ndarray, drafted: object) -> np.ndarray:
+        return np.where(np.arange(logits.size) % 2, np.asarray(logits), np.float32(-np.inf))
+
+    def allows(self, token: int, drafted: object) -> bool:
+        return token % 2 == 1
+
+
+def test_a_grammar_wants_the_row() -> None:
+    for position, row in enumerate(rows(20)):
+        chain = Chain(Settings(temperature=1.0, seed=3, rule="coupled"), row.size, [1], (2,), Odd())  # type: ignore[arg-type]
+        sampler, headed = Sampler("coupled", chain, Noise(3)), Headed(4 * row, 399)
+        chosen = sampler.choose(headed, [], position)
+        assert chosen % 2 == 1 and chosen == sampler.choose(4 * row, [], position) and headed.whole

@@ -120,6 +120,16 @@ def test_laws_of_few_tokens_leave_the_law_alone_beside_each_other_and_beside_arr
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_are_almost_the_target_s_leave_the_law_alone(rule):
+    """Whose weights come as close to 1 as they like."""
+    rng = np.random.default_rng(17)
+    p, others = rows_by_context(rng, 3, 4), rows_by_context(rng, 3, 4)
+    for share in (0.01, 0.1, 0.3):
+        q = {text: (1 - share) * p[text] + share * others[text] for text in p}
+        assert distance(joint_law(rule, p, q, 3, 3), target_law(p.__getitem__, 3, 4)) < TIGHT
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_laws_in_float32_leave_the_law_alone_to_their_own_precision(rule):
     """As those of every engine are but the toy's."""
     rng = np.random.default_rng(11)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from leadout.errors import EngineError
+from leadout.runtime.drafters.base import Draft
+from leadout.runtime.judging import judge
 from leadout.runtime.rules import buffers, nucleus, sampling
 from leadout.runtime.rules.heads import loudest
 from leadout.runtime.rules.law import Few, whole
-from leadout.runtime.rules.noise import FEW, Noise
+from leadout.runtime.rules.noise import FEW, Noise, Purpose, gumbel
 from leadout.runtime.rules.sampling import Chain, Sampler
 from leadout.runtime.settings import Settings
 from leadout.runtime.vocabulary import VocabularyMap
@@ -115,6 +118,33 @@ def test_what_top_k_leaves_is_told_by_the_head_of_a_row_where_it_can_be(top_k: i
         assert head.fetched == bool(changes or top_k > 7 or ordered[top_k - 1] == ordered[7])
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.2, 1.0, 1.7, 50.0])
+def test_of_tokens_that_are_all_but_equally_loud_the_loudest_is_found(temperature: float) -> None:
+    """Each is within what float32 rounds a bound by: wherever the logits lie, and the likeliest above them."""
+    for seed in range(600):
+        rng = np.random.default_rng(seed)
+        logits = (rng.choice([0.1, 1.0, 6.0]) * temperature * rng.normal(size=rng.choice([2, 3, 10]))).astype(
+            np.float32
+        )
+        logits -= logits.min() if seed % 2 else np.float32(rng.choice([0, -20, 50, 1000]))
+        scores = (logits - logits.max()) / temperature
+        noise = (
+            rng.choice([0, 1e-12, 1e-9, 1e-7, 1e-6]) * rng.normal(size=logits.size) - scores + rng.choice([-1, 0, 3])
+        )
+        uniforms = np.exp(-np.exp(-noise))
+        wanted = (scores + gumbel(uniforms)).argmax()
+        assert loudest(logits, temperature, uniforms, int(uniforms.argmax())) == wanted
+
+
+def test_the_noise_of_a_long_text_is_not_all_kept() -> None:
+    noise = Noise(3)
+    for position in range(70):
+        for size in (VOCAB, 50):
+            noise.gumbel(position, size)
+        noise.uniforms(position, Purpose.FINAL, 1)
+    assert max(map(len, (noise._raws, noise._gumbels, noise._coins))) <= 36
+
+
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:
     logits, uniforms = np.zeros(VOCAB, np.float32), np.full(VOCAB, 0.5)
     assert loudest(logits, 1.0, uniforms, 0) == 0
@@ -137,19 +167,32 @@ def test_long_rows_that_are_no_numbers_are_an_engine_error(bad: float) -> None:
 
 def test_only_short_rows_are_worked_out_before_somebody_asks() -> None:
     """A rejection at the first of many long rows leaves the others alone; so does a law that depends on the draft."""
-    rows = np.random.default_rng(4).normal(size=(4, 50)).astype(np.float32)
+    rows = np.random.default_rng(4).normal(size=(5, 50)).astype(np.float32)
+    rows[4] = np.nan  # of a row of the batch that has more drafts: nobody's
     chain = Chain(Settings(temperature=0.7), 50, [], ())
     found = chain.distributions(rows, [1, 2, 3])
     assert found is not None and len(found) == 4
-    for law, logits in zip(found, rows, strict=True):
+    for law, logits in zip(found, rows[:4], strict=True):
         np.testing.assert_allclose(law, chain.distribution(logits), rtol=3e-7)
     assert Chain(Settings(temperature=0.7), VOCAB, [], ()).distributions(np.stack([row(1.0)] * 4), [1, 2, 3]) is None
     for options in ({"presence_penalty": 0.5}, {"top_p": 0.9}, {"min_new_tokens": 2}):
         changed = Chain(Settings(temperature=0.7, **options), 50, [], {1})  # type: ignore[arg-type]
         assert changed.distributions(rows, [1, 2, 3]) is None
-    rows[2, 7] = np.nan
+    for places, bad in ((7, np.nan), (7, np.inf), (slice(None), -np.inf)):
+        broken = rows.copy()
+        broken[2, places] = bad
+        assert chain.distributions(broken, [1, 2, 3]) is None, "whoever comes to that row will hear of it"
+
+
+def test_a_row_that_is_no_law_behind_a_rejected_draft_is_nobody_s() -> None:
+    rows = np.zeros((3, 50), np.float32)
+    rows[0, 7], rows[2] = -np.inf, np.nan
+    q = [np.full(50, 0.02), np.full(50, 0.02)]
+    sampler = Sampler("rejection", Chain(Settings(temperature=0.7, rule="rejection"), 50, [], ()), Noise(1))
+    asked = SimpleNamespace(sampler=sampler, sequence=SimpleNamespace(length=4), settings=sampler.chain.settings)
+    assert judge(asked, Draft([7, 1], q), rows).accepted == 0  # type: ignore[arg-type]
     with pytest.raises(EngineError, match="NaN"):
-        chain.distributions(rows, [1, 2, 3])
+        judge(asked, Draft([1, 1], [law * 0.5 for law in q]), rows)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999, 0.9999999])

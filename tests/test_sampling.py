@@ -132,21 +132,21 @@ def test_what_was_drafted_is_penalised_as_what_was_written() -> None:
         assert not np.array_equal(other.distribution(logits, text[written:]), wanted)
 
 
-def test_a_tally_counts_the_text_and_the_draft_whatever_was_drafted_before() -> None:
-    """Texts that grow, with drafts that come to nothing between, and a fork that goes its own way."""
-    rng, text = np.random.default_rng(6), [5, 5, 9]
+def test_a_tally_counts_the_text_and_what_is_drafted_behind_it() -> None:
+    """Of more tokens than it has places for at first; and what was drafted leaves no trace."""
+    rng, text = np.random.default_rng(5), [3, 1, 3]
     tally = Tally(text)
-    for step in range(120):
-        for size in (0, 3, 6, 3):
-            drafted = rng.integers(0, 200, size).tolist()
-            ids, counts = tally.behind(drafted)
-            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text, *drafted])
+    for size in (0, 1, 40, 100, 7):
+        new = rng.integers(0, 300, size).tolist()
+        tally.extend(new)
+        text += new
         other = tally.fork()
-        other.extend([0, 1, 0])
-        text.append(int(rng.integers(0, 200)))
-        tally.extend(text[-1:])
-        if step % 40 == 0:
-            assert dict(zip(*map(np.ndarray.tolist, other.behind([])), strict=True)) == Counter([*text[:-1], 0, 1, 0])
+        other.extend([3, 298, 299])
+        for drafted in ([], [299, 3, 299], [], rng.integers(0, 300, 16).tolist()):
+            for asked, more in ((tally, []), (other, [3, 298, 299])):
+                ids, counts = asked.behind(drafted)
+                assert len(set(ids.tolist())) == len(ids)
+                assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == Counter([*text, *more, *drafted])
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9999}, {"min_new_tokens": 1}], ids=str)
@@ -184,6 +184,9 @@ def test_a_token_as_likely_as_the_last_one_kept_is_kept_too():
     for options in ({"top_k": 2}, {"top_p": 0.75}, {"min_p": math.exp(-2) - 1e-9}):
         probs = Chain(Settings(temperature=1.0, **options), 5, [], ()).distribution(logits)
         assert (probs > 0).tolist() == [True, True, True, True, False]
+    for factor, kept in ((0.9999, True), (1.0001, False)):
+        chain = Chain(Settings(temperature=1.0, min_p=factor * math.exp(-2)), 5, [], ())
+        assert (chain.distribution(logits)[0] > 0) == kept
 
 
 def test_greedy_ties_go_to_the_lowest_id():

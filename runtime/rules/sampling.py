@@ -171,13 +171,13 @@ class Chain:
     def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs] | None:
         """``distribution(logits[i], drafted[:i])`` of i = 0..len(drafted), for ``logits`` [> len(drafted), V], of short
         rows: a call that finds nothing in the cache takes longer than its numbers. None where a row is too dear to be
-        worked out before somebody asks for it."""
+        worked out before somebody asks for it, or is no law: perhaps nobody does."""
         if not isinstance(logits, np.ndarray) or logits.shape[-1] > SHORT or not self.is_plain(()):
             return None
         rows = logits[: len(drafted) + 1]
         tops = np.maximum.reduce(rows, axis=1, keepdims=True)
         if not math.isfinite(np.add.reduce(tops, axis=None)):
-            raise not_finite()
+            return None
         scores = rows - tops
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
