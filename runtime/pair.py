@@ -134,7 +134,7 @@ class Pair:
     def settings(self, given: Mapping[str, Any]) -> Settings:
         """The bundle's defaults with ``given`` on top, checked; a grammar is compiled. Where a stop string is the name
         of a special token, which is no text, that token is a stop token."""
-        self.decoder.turns.require_own()  # a thread that only its parent has may hold the grammars
+        self.decoder.turns.require_open()  # a thread that only its parent has may hold the grammars
         given = {**self._defaults, **check_names(given)}
         if isinstance(stop := given.get("stop"), str):
             given["stop"] = (stop,)
@@ -253,6 +253,7 @@ class Pair:
 
     def _close(self) -> None:
         with self.turn:
+            self.decoder.turns.closed = True
             self.forget()
             self.target.close()
             if self.draft is not None:

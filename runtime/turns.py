@@ -15,14 +15,15 @@ _LONGEST: Final = 10.0  # seconds that the interpreter waits for a round
 
 
 class Turns:
-    """The turn and the round of one decoder; ``over`` is set when the interpreter ends, or its owner is gone.
+    """The turn and the round of one decoder. ``over`` is set when the interpreter ends, or its owner is gone;
+    ``closed`` by whoever closes its engines.
 
     A daemon thread that returns from C++ to an interpreter which has ended is unwound through C++ code that cannot take
     it, and the whole process aborts. (Python waits for other threads before it ends.)
     """
 
     def __init__(self) -> None:
-        self.over = False
+        self.over = self.closed = False
         self._turn, self._round = RLock(), Lock()
         self._waiting: list[Callable[[], None]] = []
         self._process = os.getpid()
@@ -37,7 +38,9 @@ class Turns:
     @property
     def round(self) -> Lock:
         """What is held while a round runs, by a thread that has the turn. Raises UsageError where that thread is in the
-        middle of a round already, which a signal handler or a finalizer interrupts: the caches are in use."""
+        middle of a round already, which a signal handler or a finalizer interrupts: the caches are in use; EngineError
+        where all is closed."""
+        self.require_open()
         if self._round.locked() and not self.over:
             raise UsageError(
                 "this pair is in the middle of a round of the same thread (a signal handler or a finalizer interrupts"
@@ -68,6 +71,12 @@ class Turns:
         that hold the pair's turn, exist only in its parent."""
         if self.forked:
             raise EngineError("this pair was loaded before the process forked: load the bundle anew in the child")
+
+    def require_open(self) -> None:
+        """Raise EngineError where nothing can be asked any more, here or in this process."""
+        self.require_own()
+        if self.closed:
+            raise EngineError("this pair is closed: load the bundle anew (leadout.load)")
 
     def follow(self, owner: object) -> None:
         """``over`` is set once ``owner`` is gone, at the interpreter's end at the latest."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 import leadout
 from leadout.bundle import Bundle, Manifest, ModelEntry
 from leadout.engines.toy import ToyEngine
-from leadout.errors import BundleError, ContextError, LeadoutError, UsageError
+from leadout.errors import BundleError, ContextError, EngineError, LeadoutError, UsageError
 from leadout.runtime.pair import Pair, Piece, Request, Result, check_vocabulary, sampling_defaults
 from leadout.runtime.prompts import is_single
 from leadout.runtime.text import Codec
@@ -179,7 +179,7 @@ def test_threads_that_share_a_pair_wait_for_each_other(pair: Pair, monkeypatch: 
         stream = pair.stream(prompt, max_new_tokens=20)
         try:
             return [token_id for piece in stream for token_id in piece.token_ids]
-        except UsageError as error:
+        except (UsageError, EngineError) as error:
             return str(error)
 
     monkeypatch.setattr(pair.target, "forward", alone)
@@ -193,7 +193,22 @@ def test_threads_that_share_a_pair_wait_for_each_other(pair: Pair, monkeypatch: 
         while not inside.locked():
             time.sleep(0)
         pair.close()
-        assert running.result() == wanted[0]
+        assert running.result() == "this pair is closed: load the bundle anew (leadout.load)"
+
+
+def test_whoever_asks_a_closed_pair_is_told_what_to_do(pair: Pair) -> None:
+    begun, made, several = pair.stream(PROMPT), pair.stream(PROMPT), pair.answers([PROMPT])
+    done = pair.generate(PROMPT, max_new_tokens=3)
+    next(begun)
+    pair.close()
+    pair.close()
+    pair.forget()
+    asked = [lambda: pair.generate(PROMPT), lambda: pair.stream(PROMPT), lambda: pair.answers([PROMPT])]
+    asked += [lambda: next(begun), lambda: next(made), lambda: next(several), lambda: pair.settings({})]
+    for ask in asked:
+        with pytest.raises(EngineError, match=r"^this pair is closed: load the bundle anew \(leadout\.load\)$"):
+            ask()
+    assert len(done.token_ids) == 3 and pair.token_ids(PROMPT)
 
 
 def test_a_stream_that_holds_the_turn_is_taken_to_its_end(pair: Pair) -> None:
