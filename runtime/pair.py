@@ -175,9 +175,11 @@ class Pair:
             self.decoder.check(token_ids, settings)
         return token_ids, settings
 
-    def token_ids(self, prompt: str | Ids | Chat) -> list[int]:
-        """The ids of a prompt, given as text, as ids or as a Chat. Raises UsageError for what is none of them, and
-        BundleError for a Chat where the bundle has no chat template."""
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt: text, ids, a Chat or a Request, whose settings do not matter. Raises UsageError for what
+        is none of them, and BundleError for a Chat where the bundle has no chat template."""
+        if isinstance(prompt, Request):
+            prompt = prompt.prompt
         if isinstance(prompt, Chat):
             return self.codec.encode(check_text(self.chat_template.render(prompt)), framed=True)
         if isinstance(prompt, str):
@@ -252,12 +254,11 @@ class Pair:
             self.decoder.turns.between(self._close)
 
     def _close(self) -> None:
-        with self.turn:
-            self.decoder.turns.closed = True
-            self.forget()
-            self.target.close()
-            if self.draft is not None:
-                self.draft.close()
+        self.decoder.turns.closed = True
+        self.forget()
+        self.target.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def __reduce__(self) -> NoReturn:
         """Neither copied nor sent to another process: its sessions are this one's."""

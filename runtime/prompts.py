@@ -60,8 +60,7 @@ def is_single(prompt: Any) -> bool:
         return True
     if not _is_sequence(prompt):
         raise UsageError(f"a prompt must be {_KINDS}, or a list of these, not {shown(prompt)}")
-    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-        raise UsageError("a prompt must not be a list of messages: give a conversation as Chat(messages)")
+    _check_no_messages(prompt)
     return len(prompt) > 0 and not (isinstance(prompt[0], (Chat, Request, Sequence)) or is_array(prompt[0]))
 
 
@@ -86,8 +85,15 @@ def check_ids(prompt: Any, vocab_size: int = 2**31) -> list[int]:
         prompt = prompt.tolist()
     elif not _is_sequence(prompt):
         raise UsageError(f"a prompt must be {_KINDS}, not {shown(prompt)}")
+    else:
+        _check_no_messages(prompt)
     name, last = "a token id in a prompt", vocab_size - 1
     return [each if type(each) is int and 0 <= each <= last else integer(name, each, 0, last) for each in prompt]
+
+
+def _check_no_messages(prompt: Sequence[Any]) -> None:
+    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        raise UsageError("a prompt must not be a list of messages: give a conversation as Chat(messages)")
 
 
 def _is_sequence(value: object) -> bool:

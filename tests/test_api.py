@@ -408,6 +408,7 @@ def test_ids_of_any_kind_are_a_prompt(pair: Pair) -> None:
     for prompt in (np.array([3, 4]), np.array([3, 4], np.uint16), (np.int32(3), 4), range(3, 5), array("i", [3, 4])):
         assert pair.generate(prompt, max_new_tokens=np.int64(5)).token_ids == expected
         assert pair.generate(Request(prompt), max_new_tokens=5).token_ids == expected
+        assert pair.token_ids(prompt) == pair.token_ids(Request(prompt, seed=3)) == [3, 4]
         assert [each.token_ids for each in pair.generate([prompt, [3, 4]], max_new_tokens=5)] == [expected] * 2
     assert len(pair.generate([3, 4], n=np.int64(2), temperature=np.float32(1), max_new_tokens=2)) == 2
 

@@ -304,6 +304,11 @@ def test_a_list_of_messages_is_told_from_a_list_of_prompts(pair: Pair) -> None:
     for call in (pair.generate, pair.stream, pair.answers, Request):
         with pytest.raises(UsageError, match=r"give a conversation as Chat\(messages\)|must be text, token ids"):
             call(HELLO)
+    for call in (pair.generate, pair.answers):
+        with pytest.raises(UsageError, match=r"^prompts\[1\]: .* give a conversation as Chat\(messages\)"):
+            call(["x", HELLO])
+    with pytest.raises(UsageError, match=r"give a conversation as Chat\(messages\)"):
+        pair.token_ids(HELLO)  # type: ignore[arg-type]
 
 
 def test_a_bundle_without_a_template_says_so(tiny_bundle: Path, tmp_path: Path) -> None:
