@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         LeadoutError,
         UsageError,
     )
-    from .runtime.pair import Chat, Pair, Piece, Request, Result, Stream, load
+    from .runtime.pair import Chat, Pair, Piece, Prompt, Request, Result, Settings, Stats, Stream, load
 
 __version__ = "0.1.0"
 
@@ -29,8 +29,11 @@ __all__ = [
     "LeadoutError",
     "Pair",
     "Piece",
+    "Prompt",
     "Request",
     "Result",
+    "Settings",
+    "Stats",
     "Stream",
     "UsageError",
     "__version__",

@@ -26,13 +26,14 @@ from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_singl
 from .ranges import flag, integer, one_of
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
+from .stats import Stats
 from .text import Codec, TextStream, behind_text
 from .vocabulary import VocabularyMap
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
 
-__all__ = ["Chat", "Pair", "Piece", "Prompt", "Request", "Result", "Stream", "load"]
+__all__ = ["Chat", "Pair", "Piece", "Prompt", "Request", "Result", "Settings", "Stats", "Stream", "load"]
 
 
 class Pair:

@@ -480,6 +480,13 @@ def test_the_face_is_exactly_what_it_says() -> None:
         _ = leadout.nothing
 
 
+def test_what_a_caller_is_given_or_gives_has_a_public_name() -> None:
+    """An application annotates what it keeps of a call."""
+    met = {typing.get_type_hints(Result)["stats"], typing.get_type_hints(Pair.stream)["prompt"]}
+    met |= {typing.get_type_hints(getattr(Pair, name))["return"] for name in ("stream", "settings")}
+    assert met <= {getattr(leadout, name) for name in leadout.__all__}
+
+
 def test_types_allow_what_may_be_given_and_no_misspelt_name(root: Path) -> None:
     """An array is a prompt to a type checker, too, and a module with a ``__getattr__`` would have every name."""
     ids = NDArray[np.integer[Any]]
