@@ -22,8 +22,8 @@ from .controller.tuned import read as read_tuned
 from .decoder import Decoder, Event
 from .device import Device, this_device
 from .grammars import Grammars
-from .prompts import Chat, Ids, Prompt, Request, check_ids, check_text, is_single
-from .ranges import flag, integer, one_of
+from .prompts import Chat, Ids, Prompt, Request, check_ids, is_single
+from .ranges import flag, integer, one_of, whole
 from .samples import Sample, check_n, check_sample, samples
 from .settings import DRAFTS, LOSSY, SETTINGS, DraftAhead, Settings, check_names
 from .stats import Stats
@@ -182,9 +182,9 @@ class Pair:
         if isinstance(prompt, Request):
             prompt = prompt.prompt
         if isinstance(prompt, Chat):
-            return self.codec.encode(check_text(self.chat_template.render(prompt)), framed=True)
+            return self.codec.encode(whole("a prompt", self.chat_template.render(prompt)), framed=True)
         if isinstance(prompt, str):
-            return self.codec.encode(check_text(prompt))
+            return self.codec.encode(whole("a prompt", prompt))
         return check_ids(prompt, self.target.spec.vocab_size)
 
     @functools.cached_property

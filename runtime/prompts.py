@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError, shown
-from .ranges import integer, is_array
+from .ranges import integer, is_array, whole
 from .settings import check_names
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
@@ -42,7 +42,7 @@ class Request:
         if isinstance(prompt, Request) or not is_single(prompt):
             raise UsageError(f"a Request takes one prompt, text, token ids or a Chat, not {shown(prompt)}")
         if isinstance(prompt, str):
-            check_text(prompt)
+            whole("a prompt", prompt)
         elif not isinstance(prompt, Chat):
             check_ids(prompt)
         self.prompt = prompt
@@ -62,18 +62,6 @@ def is_single(prompt: Any) -> bool:
         raise UsageError(f"a prompt must be {_KINDS}, or a list of these, not {shown(prompt)}")
     _check_no_messages(prompt)
     return len(prompt) > 0 and not (isinstance(prompt[0], (Chat, Request, Sequence)) or is_array(prompt[0]))
-
-
-def check_text(text: str) -> str:
-    """``text``. Raises UsageError where half of a surrogate pair stands alone: no character, so no bytes to read."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(
-            f"a prompt must be text of whole characters, not with a lone surrogate ({half} at {error.start})"
-        ) from None
-    return text
 
 
 def check_ids(prompt: Any, vocab_size: int = 2**31) -> list[int]:

@@ -55,11 +55,20 @@ def spelled(name: str, value: object) -> str:
     """``value`` as a str. Raises UsageError unless it is one of at least one character, all of them whole."""
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be text of at least one character, not {shown(value)}")
+    return whole(name, str(value))
+
+
+def whole(name: str, text: str) -> str:
+    """``text``. Raises UsageError where half of a surrogate pair stands alone: no character, so no bytes to read.
+    Python puts one in place of each byte that it cannot read (of an argument, of a file's name)."""
     try:
-        value.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} must be text of whole characters: a lone surrogate at {error.start}") from None
-    return str(value)
+        half = ord(text[error.start])
+        byte = 0xDC80 <= half <= 0xDCFF
+        what = f"a byte that is no character (0x{half - 0xDC00:02X}" if byte else f"a lone surrogate (U+{half:04X}"
+        raise UsageError(f"{name} must be text of whole characters, not with {what} at {error.start})") from None
+    return text
 
 
 def one_of(name: str, value: object, known: Collection[str]) -> None:

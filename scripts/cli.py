@@ -110,9 +110,12 @@ def complain(line: str) -> None:
 
 def open_streams() -> None:
     """Let nothing fail for being printed: a stream may be closed, and may know fewer characters than a model writes.
-    One that takes nothing, on a full disk for instance, says which it is. Standard input that is closed is empty."""
+    One that takes nothing, on a full disk for instance, says which it is. Standard input that is closed is empty, and
+    a byte that is no text there is an error in the locale C, too."""
     if sys.stdin is None:
         sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115  # for good
+    elif isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors == "surrogateescape":
+        sys.stdin.reconfigure(errors="strict")
     for name in STREAMS:
         stream = getattr(sys, name)
         if stream is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import math
+import os
 import threading
 import time
 import typing
@@ -362,6 +363,7 @@ def test_illegal_settings_are_refused_before_anything_runs(pair: Pair, settings:
         (np.array([1.5, 2.0]), "a token id in a prompt .*, not 1.5"),
         (np.array([[1, 2], [3, 4]]), "a prompt of token ids must be an array of 1 dimension, not 2"),
         ("a\ud800", r"a prompt must be text of whole characters, not with a lone surrogate \(U\+D800 at 1\)"),
+        (os.fsdecode(b"a\xff"), r"a prompt must be .*, not with a byte that is no character \(0xFF at 1\)"),
         (None, "a prompt must be text, token ids, a Chat or a Request, or a list of these, not None"),
         (5, "a prompt must be text, token ids, a Chat or a Request, or a list of these, not 5"),
         (b"abc", "a prompt must be text, .*, not b'abc'"),

@@ -258,7 +258,7 @@ BAD = [
     ({"stop_token_ids": [1.5]}, "a token id in stop_token_ids must be an integer from 0 to 2147483647, not 1.5"),
     ({"stop": ["a", 5]}, "stop must be non-empty strings, not 5"),
     ({"stop": None}, "stop must be a list or tuple of non-empty strings, not None"),
-    ({"stop": ["a", "b\ud800"]}, "stop must be text of whole characters: a lone surrogate at 1"),
+    ({"stop": ["a", "b\ud800"]}, r"stop must be text of whole characters, not with a lone surrogate \(U\+D800 at 1\)"),
     ({"branches": 5}, "branches must be a list or tuple of at most 16 integers, not 5"),
     ({"branches": np.array([[2, 2]])}, "branches must be a list or tuple"),
     ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),

@@ -73,6 +73,16 @@ def test_standard_input_that_is_closed_is_empty() -> None:
     subprocess.run(["bash", "-c", 'exec "$@" 0<&-', "bash", sys.executable, "-c", said], check=True)
 
 
+def test_a_byte_that_is_no_text_is_named_in_the_locale_c_too() -> None:
+    """Python reads such a byte as half a surrogate pair there, and a prompt was told to have it."""
+    said = "from leadout.scripts import cli, cmd_chat\ncli.open_streams()\nlist(cmd_chat.asked())"
+    plainly = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    plainly |= {"LC_ALL": "C", "PYTHONUTF8": "1"}
+    program = [sys.executable, "-c", said]
+    done = subprocess.run(program, input=b"ab\xffc\n", env=plainly, capture_output=True, check=False)
+    assert b"UsageError: standard input: 'utf-8' codec can't decode byte 0xff in position 2" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["we[red]ird", "a[/b]", ":smile:"])
 def test_a_path_is_shown_as_it_is(
     tiny_bundle: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
