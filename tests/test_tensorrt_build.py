@@ -280,6 +280,23 @@ def test_devices_and_precisions_no_sdk_knows_are_refused(tmp_path: Path) -> None
         build_engines(found, RTX, precision="fp8")
 
 
+@pytest.mark.parametrize(
+    ("sdk", "options", "message"),
+    [
+        (RTX, {"capabilities": ["86", "8.9"]}, r"without its dot \(86, 120\) or portable, not '8.9'"),
+        (RTX, {"capabilities": [""]}, "sm must be .*, not ''"),
+        ("tensorrt", {"capabilities": ["86"]}, "takes no --sm; tensorrt-rtx does"),
+        (RTX, {"capabilities": ["90"], "sizes": Sizes(max_draft=65)}, "max-draft must be from 1 to 64, not 65"),
+    ],
+)
+def test_what_no_sdk_could_build_is_refused_without_one(
+    sdk: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, compat.SDKS[sdk], None)
+    with pytest.raises(UsageError, match=message):
+        build_engines(bundle(tmp_path), sdk, **options)
+
+
 def test_native_tensorrt_without_itself_or_a_gpu_ends_in_one_line(tmp_path: Path) -> None:
     bundle(tmp_path)
     program = "from leadout.scripts.cli import main; main()"

@@ -111,8 +111,8 @@ def build_engines(
     models = [bundle.model(role) for role in bundle.manifest.models]
     for model in models:
         check_buildable(model, precision)
-    targets = check_capabilities(sdk, capabilities)
     sizes.check(models)
+    targets = check_capabilities(sdk, capabilities)
     try:
         return [path for model in models for path in _build_model(model, sdk, precision, sizes, targets, progress)]
     except OSError as error:  # no room, or nobody may write there
@@ -129,12 +129,15 @@ def check_buildable(model: Model, precision: str) -> None:
 
 
 def check_capabilities(sdk: str, capabilities: Sequence[str]) -> tuple[str, ...]:
-    """What will be built for. Raises EngineError without the SDK (or, for TensorRT, a GPU), UsageError naming what
-    the SDK can build for."""
+    """What will be built for. Raises UsageError naming what the SDK can build for, and for what no SDK could before one
+    is loaded; EngineError without the SDK (or, for TensorRT, a GPU)."""
+    if sdk == "tensorrt" and capabilities:
+        raise UsageError("TensorRT builds for the GPU at hand and takes no --sm; tensorrt-rtx does")
+    for wanted in capabilities:
+        if wanted != PORTABLE and not (wanted.isascii() and wanted.isdigit()):
+            raise UsageError(f"sm must be a compute capability without its dot (86, 120) or {PORTABLE}, not '{wanted}'")
     trt = compat.sdk(sdk)
     if sdk == "tensorrt":
-        if capabilities:
-            raise UsageError("TensorRT builds for the GPU at hand and takes no --sm; tensorrt-rtx does")
         return (compat.compute_capability(),)
     known = [name.removeprefix("SM") for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     for wanted in capabilities:
