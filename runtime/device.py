@@ -72,11 +72,18 @@ def processor(root: Path = Path("/")) -> str:
     """The processor's name as the system tells it. Linux on ARM64 tells none: the board's then (Jetson, Raspberry Pi),
     or its cores' codes."""
     info, board = root / "proc/cpuinfo", root / "proc/device-tree/model"
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    told = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in lines)]
+    told = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in said(info).splitlines())]
     if names := [value for key, value in told if key == "model name"]:
         return names[0]
-    if board.is_file():
-        return board.read_text(encoding="utf-8").rstrip("\0\n")
+    if name := said(board).rstrip("\0\n"):
+        return name
     codes = dict.fromkeys(value for key, value in told if key in ("CPU implementer", "CPU part"))
     return " ".join([platform.processor() or platform.machine(), *codes])
+
+
+def said(path: Path) -> str:
+    """What stands in a file of the system's; nothing where there is none, or where a sandbox lets nobody read it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -151,6 +151,22 @@ def test_no_two_processors_share_a_name(cpuinfo: str | None, board: str | None, 
     assert processor(tmp_path) == name
 
 
+def test_a_sandbox_that_shows_no_processor_is_no_reason_not_to_load(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def denied(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.parts[:2] == ("/", "proc"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    assert processor() == HERE
+    with load(tiny_bundle) as pair:
+        assert pair.generate("x", max_new_tokens=2).token_ids
+
+
 @pytest.mark.parametrize(
     ("files", "most"),
     [
