@@ -265,7 +265,8 @@ class Stepper:
         self._even = even
         self._keep_to(*(self._alike if even else (ANY, 1)))
         if self._evens is not None:
-            self._evens.even = even
+            with self._saying("choosing its graph"):
+                self._evens.even = even
 
     def _keep_to(self, widths: Widths, fewest_logits: int) -> None:
         self.widths, self._fewest = widths, fewest_logits

@@ -126,6 +126,15 @@ def room_is_made(model: Model) -> None:
     with pytest.raises(EngineError, match="the target failed in a step of 1 x 3 tokens: device lost"):
         Stepper(Broken(model), "target").all_logits([[1, 2, 3]], [0])
 
+    class Crowded(SlotEngine):
+        def _run_by(self, graph: str) -> None:
+            if not self.even:
+                raise OSError(24, "Too many open files")
+            super()._run_by(graph)
+
+    with pytest.raises(EngineError, match=r"the target failed choosing its graph: .*Too many open files"):
+        Stepper(Crowded(model), "target").resume([1], even=False)
+
 
 def test_wrappers_are_asked(models: dict[str, Model]) -> None:
     wrappers_are_asked(models["fp32"])
