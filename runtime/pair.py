@@ -153,13 +153,13 @@ class Pair:
         """Check everything now, run when iterated: each round of each answer, n answers a prompt."""
         check_names(given)
         several = len({id(prompt) for prompt in prompts}) > 1
-        asked = [
-            self._request(prompt, given, f"prompts[{place}]" if several else "") for place, prompt in enumerate(prompts)
-        ]
+        where = [f"prompts[{place}]" if several else "" for place in range(len(prompts))]
+        asked = [self._request(prompt, given, place) for prompt, place in zip(prompts, where, strict=True)]
         siblings = samples([token_ids for token_ids, _ in asked], n)
         requests = [request for request in asked for _ in range(n)]
-        for (_, settings), sample in zip(requests, siblings, strict=True):
-            check_sample(settings, sample, n)
+        for at, ((_, settings), sample) in enumerate(zip(requests, siblings, strict=True)):
+            with named(where[at // n]):
+                check_sample(settings, sample, n)
         groups = [slice(start, start + self.batch_size) for start in range(0, len(requests), self.batch_size)]
         runs = [self._admit(group.start, requests[group], siblings[group]) for group in groups]
         return itertools.chain.from_iterable(runs)

@@ -318,6 +318,9 @@ def test_the_prompt_of_a_list_that_is_refused_is_named(tokenizer_file: Path, pro
             with pytest.raises(LeadoutError) as caught:
                 ask([prompt])
             assert "prompts[" not in str(caught.value), "it is the only one"
+        for wanted in ({"n": 2}, {"draft": "siblings"}):
+            with pytest.raises(UsageError, match=r"^prompts\[1\]: "):  # greedy, and the only one of its kind
+                narrow.generate([Request(PROMPT, temperature=1.0, draft="model"), [5, 6]], **wanted)
         with pytest.raises(UsageError, match=r"^top_p must be"):  # of all of them
             narrow.generate([PROMPT, [5, 6]], top_p=7)
 
