@@ -40,7 +40,8 @@ class Turns:
         """What is held while a round runs, by a thread that has the turn. Raises UsageError where that thread is in the
         middle of a round already, which a signal handler or a finalizer interrupts: the caches are in use; EngineError
         where all is closed."""
-        self.require_open()
+        if self.closed:
+            self.require_open()
         if self._round.locked() and not self.over:
             raise UsageError(
                 "this pair is in the middle of a round of the same thread (a signal handler or a finalizer interrupts"
