@@ -127,6 +127,8 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
         ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
+        ({"model_type": "minimax"}, "minimax.*recurrent state in a way of its own"),  # whose class says nothing of it
+        ({"model_type": "deepseek_v32"}, "deepseek_v32: layer 0 keeps a DynamicIndexedLayer, with more"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
             {"model_type": "musicgen", "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}

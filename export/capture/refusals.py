@@ -26,7 +26,8 @@ _OWN_WAYS = {  # what would fail only once it is captured, without a word on why
     "longcat_flash": "its mixture of experts has some that compute nothing, which no graph of Leadout can choose",
     "xlm": "it makes masks of its own, which are no longer than a step",
 }
-_NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
+_STATES = frozenset(("linear_attention", "conv", "mamba"))  # kinds of layers that keep some, whatever their class says
+_NO_ATTENTION = _STATES | {"mlp", "moe"}
 
 
 def context_length(config: Any, wanted: int | None = None) -> int:
@@ -152,9 +153,11 @@ def _kinds(config: Any) -> set[str]:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some of its layers keep state: a class that may have such need not."""
+    """Whether some of its layers keep state: a class that may have such need not, and not every class tells."""
     if (kinds := _kinds(config)) and kinds <= _ATTENTION:
         return False
+    if not _STATES.isdisjoint(kinds):
+        return True
     mapping = AutoModelForCausalLM._model_mapping
     return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
 

@@ -19,6 +19,7 @@ from transformers.utils import cached_file, logging
 
 from ...bundle import GENERATION_CONFIG, MANIFEST, SAMPLING, TOKENIZER
 from ...errors import ExportError, first_line, shown, typed
+from ..capture.kept import known_layers
 from ..capture.refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
 from ..capture.stored import Stored, codes_in, keep_stored, narrowly
 from ..writing import TEXTS
@@ -110,6 +111,7 @@ def read_config(source: str | Path) -> Any:
         reason = refusal(config)
     if reason:
         raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
+    known_layers(config, name_of(config))
     return config
 
 
