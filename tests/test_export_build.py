@@ -426,6 +426,20 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
 
 
 @pytest.mark.parametrize(
+    "damage", [lambda data: data[:5000], lambda data: data[:-10], lambda data: b"", lambda _: POINTER]
+)
+def test_pickled_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes], bytes]) -> None:
+    """torch's own advice is to run them."""
+    source = save()
+    torch.save(load_file(source / "model.safetensors"), path := source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    path.write_bytes(damage(path.read_bytes()))
+    reason = r"pytorch_model\.bin is incomplete, a git-lfs pointer or more than tensors; download it again$"
+    with pytest.raises(ExportError, match=rf"cannot be loaded: {reason}"):
+        load(source)
+
+
+@pytest.mark.parametrize(
     "text",
     ["{}", "[]", "{", '{"weight_map": 1}', '{"weight_map": {"a": 1}}', pytest.param("[" * 100_000, id="deep")],
 )
