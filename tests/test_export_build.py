@@ -166,6 +166,7 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "longcat_flash"}, "longcat_flash.*experts has some that compute nothing"),
         ({"model_type": "xlm"}, "xlm.*masks of its own"),
         ({"model_type": "gpt_neo"}, "gpt_neo.*local attention depends on the cache's capacity"),
+        ({"model_type": "falcon", "alibi": True}, r"falcon.*counts positions \(ALiBi\) by a mask of padding"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
@@ -174,7 +175,9 @@ def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     assert refuse_config(tmp_path, **config).match(reason)
 
 
-@pytest.mark.parametrize("name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config"])
+@pytest.mark.parametrize(
+    "name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config", "FalconConfig"]
+)
 def test_those_beside_them_are_not(name: str) -> None:
     """Of the same classes, or with the same settings otherwise."""
     config = getattr(transformers, name)()

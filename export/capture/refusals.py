@@ -70,6 +70,8 @@ def refusal(config: Any) -> str | None:
         return way
     if "local" in getattr(config, "attention_layers", ()):  # GPT Neo's
         return "its local attention depends on the cache's capacity, which grows with a text"
+    if config.model_type == "falcon" and config.alibi:
+        return "it counts positions (ALiBi) by a mask of padding, which no graph of Leadout has"
     if (turned := rope_refusal(config)) is not None:
         return turned
     if window is not None and window < TRACED_SLOTS:
