@@ -176,18 +176,19 @@ class ForeignEngine:
     def _probe(self) -> None:
         """Take two steps of two tokens, the second after rolling back one: what the graph cannot do fails here, with
         its name, and not in the loop."""
+        pair = np.zeros(2, np.int64)
         with self._naming():
-            pair = np.zeros(2, np.int64)
             self._run(self._rows[0], pair, 0, 2)
+        with self._naming("take several tokens behind others, as verifying a draft needs"):
             self._run(self._rows[0], pair, 1, 2)
         self.reset(1)
 
     @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Put the model's name before what went wrong, on one line."""
+    def _naming(self, what: str = "take this step") -> Iterator[None]:
+        """Put the model's name before what went wrong, on one line; ``what`` the graph was to do."""
         try:
             yield
         except EngineError as error:
             raise EngineError(f"{self._name}: {error}") from None
         except Exception as error:  # onnxruntime's own exceptions have no common base
-            raise EngineError(f"{self._name}: the graph cannot take this step: {first_line(error):.300}") from error
+            raise EngineError(f"{self._name}: the graph cannot {what}: {first_line(error):.300}") from error

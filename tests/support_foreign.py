@@ -53,6 +53,7 @@ class Form:
     last_only: bool = False
     blind: bool = False  # old merged decoders: no causal mask on top of a past, traced for one token
     trimmed: bool = False  # a sliding cache: presents hold the window only
+    square: bool = False  # several tokens make a mask of their own, without a past (genai's in fp16 for a CPU)
     per_tensor: bool = False
     by_width: bool = False  # logits end in other bits by how many tokens a step has
     gqa: bool = False  # onnxruntime-genai: GroupQueryAttention, lengths from the mask
@@ -71,7 +72,7 @@ def body(form: Form, cached: bool, p: str) -> tuple[str, list[str]]:
         f"{p}past = " + (f"Sub ({p}wide, {p}new)" if form.gqa else f"Gather ({p}past_shape, two)"),
         f"{p}total = Add ({p}past, {p}new)",
         f"{p}rows = Range ({p}past, {p}total, one)",
-        f"{p}cols = Range (zero, {p}total, one)",
+        f"{p}cols = Range ({p + 'past' if form.square else 'zero'}, {p}total, one)",
         f"{p}q = Unsqueeze ({p}rows, axis1)",
         f"{p}far = Sub ({p}q, {p}cols)",
         f"{p}causal = GreaterOrEqual ({p}far, {'never' if form.blind and cached else 'zero'})",

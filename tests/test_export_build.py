@@ -127,6 +127,8 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*recurrent"),
         ({"model_type": "jamba"}, "jamba.*recurrent state in a way of its own"),
+        ({"model_type": "minimax"}, "minimax.*recurrent state in a way of its own"),  # whose class says nothing of it
+        ({"model_type": "deepseek_v32"}, "deepseek_v32: layer 0 keeps a DynamicIndexedLayer, with more"),
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         (
             {"model_type": "musicgen", "text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
@@ -164,6 +166,7 @@ def refuse_config(tmp_path: Path, **config: Any) -> pytest.ExceptionInfo[ExportE
         ({"model_type": "longcat_flash"}, "longcat_flash.*experts has some that compute nothing"),
         ({"model_type": "xlm"}, "xlm.*masks of its own"),
         ({"model_type": "gpt_neo"}, "gpt_neo.*local attention depends on the cache's capacity"),
+        ({"model_type": "falcon", "alibi": True}, r"falcon.*counts positions \(ALiBi\) by a mask of padding"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
@@ -172,7 +175,9 @@ def test_an_architecture_that_cannot_be_exported_is_refused_by_name(
     assert refuse_config(tmp_path, **config).match(reason)
 
 
-@pytest.mark.parametrize("name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config"])
+@pytest.mark.parametrize(
+    "name", ["BertConfig", "GPTNeoXConfig", "Gemma3TextConfig", "DogeConfig", "Lfm2Config", "FalconConfig"]
+)
 def test_those_beside_them_are_not(name: str) -> None:
     """Of the same classes, or with the same settings otherwise."""
     config = getattr(transformers, name)()
@@ -421,6 +426,20 @@ def test_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes],
     with pytest.raises(ExportError, match=r"incomplete or a git-lfs pointer \(.*\); download them again") as caught:
         load(source)
     assert str(source) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:5000], lambda data: data[:-10], lambda data: b"", lambda _: POINTER]
+)
+def test_pickled_weights_that_did_not_arrive_whole(save: Save, damage: Callable[[bytes], bytes]) -> None:
+    """torch's own advice is to run them."""
+    source = save()
+    torch.save(load_file(source / "model.safetensors"), path := source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    path.write_bytes(damage(path.read_bytes()))
+    reason = r"pytorch_model\.bin is incomplete, a git-lfs pointer or more than tensors; download it again$"
+    with pytest.raises(ExportError, match=rf"cannot be loaded: {reason}"):
+        load(source)
 
 
 @pytest.mark.parametrize(

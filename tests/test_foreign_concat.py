@@ -136,14 +136,24 @@ def test_an_accepted_round_copies_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     ("model", "reason"),
     [
         (decoder(Form(last_only=True)), "one position only|cannot take this step"),
-        (decoder(Form(window=1, trimmed=True)), "cannot take this step"),
+        (decoder(Form(window=1, trimmed=True)), "cannot take"),
+        (decoder(Form(square=True)), "cannot take several tokens behind others, as verifying a draft needs: "),
         (renamed(decoder(), "past_key_values.1.key", "past_conv.1"), "past_conv.1.*rewound"),
         (renamed(decoder(), "past_key_values", "past_ssm"), "past_ssm.*rewound"),
         (renamed(decoder(), "present.1.key", "present.1.conv"), "a layer of present has a key without a value"),
         (renamed(decoder(), "input_ids", "inputs_embeds"), "has no 'input_ids'"),
         (renamed(decoder(), "attention_mask", "token_type_ids"), "'token_type_ids' is neither"),
     ],
-    ids=["last logits only", "windowed cache", "convolution", "state space", "no present", "embeddings", "unknown"],
+    ids=[
+        "last logits only",
+        "windowed cache",
+        "square mask",
+        "convolution",
+        "state space",
+        "no present",
+        "embeddings",
+        "unknown",
+    ],
 )
 def test_what_cannot_be_rewound_is_refused_by_name_when_loaded(
     tmp_path: Path, model: onnx.ModelProto, reason: str

@@ -419,14 +419,16 @@ def test_inspect_tells_what_is_kept(models: dict[str, Model]) -> None:
 
 
 @pytest.mark.parametrize("option", ["precision", "draft_precision"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm2"])
 def test_half_precision_is_refused_before_anything_is_read(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, option: str
+    tiny_pair: tuple[Path, Path], tmp_path: Path, option: str, kind: str
 ) -> None:
     hybrid = tmp_path / "hybrid"
     shutil.copytree(tiny_pair[0], hybrid)
-    tiny("qwen3_5", vocab_size=512).model.config.save_pretrained(hybrid)
+    config = tiny(kind, vocab_size=512).model.config
+    config.save_pretrained(hybrid)
     target, draft = (hybrid, None) if option == "precision" else (tiny_pair[0], hybrid)
-    wanted = f"{option.replace('_', '-')} fp16: qwen3_5_text has recurrent layers; they take fp32, int8 or int4"
+    wanted = f"{option.replace('_', '-')} fp16: {config.model_type} has recurrent layers; they take fp32, int8 or int4"
     with pytest.raises(UsageError, match=wanted):
         export_pair(target, draft, tmp_path / "out", **{option: "fp16"})
     assert not (tmp_path / "out").exists()

@@ -82,7 +82,7 @@ def graph_layers(
     attend."""
     buffers = iter(zip(past[::2], past[1::2], strict=True))
     spread = list[Any]()
-    for kind in _kinds(model):
+    for kind in _layers(model.config):
         if isinstance(kind, Uncached):
             spread.append(kind)
         elif not isinstance(kind, LinearAttentionCacheLayerMixin):
@@ -95,18 +95,26 @@ def graph_layers(
     return spread, [layer for layer in spread if isinstance(layer, SlotLayer)]
 
 
+def known_layers(config: Any, name: str) -> list[Any]:
+    """Those of transformers' cache of a model of this configuration, which ``name`` stands for. Reads no weights.
+    Raises ExportError for layers that keep more of a text than a graph does."""
+    with own_code(name):
+        layers = _layers(config)
+    for i, layer in enumerate(layers):
+        if _holds_more(layer):
+            raise ExportError(
+                f"{name}: layer {i} keeps a {type(layer).__name__}, with more in it than keys, values and states (keys"
+                " by which it chooses what to attend to, say); a graph keeps no more than these"
+            )
+    return layers
+
+
 def kept(model: PreTrainedModel) -> tuple[tuple[CacheShape, ...], Recurrence | None]:
     """What the model keeps of a text, measured with one eager step: the cache of each layer that attends (except layers
     that read another one's, as in Gemma 3n and 4), and what recurrent layers keep. Raises ExportError for a cache that
     cannot be rolled back by length, and where transformers' own code fails."""
-    with own_code(type(model).__name__):
-        memory, layers = Memory(), _kinds(model)
+    memory, layers = Memory(), known_layers(model.config, type(model).__name__)
     for i, layer in enumerate(layers):
-        if _holds_more(layer):
-            raise ExportError(
-                f"{type(model).__name__}: layer {i} keeps a {type(layer).__name__}, with more in it than keys, values"
-                " and states (keys by which it chooses what to attend to, say); a graph keeps no more than these"
-            )
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             kind = _MeasuredLayer if isinstance(layer, CacheLayerMixin) else TrailLayer
             layers[i] = kind(memory, layer.number_of_states)
@@ -160,6 +168,6 @@ def cache_name(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def _kinds(model: PreTrainedModel) -> list[Any]:
-    """The layers that transformers' own cache of this model has; none where it makes them as it goes."""
-    return list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+def _layers(config: Any) -> list[Any]:
+    """The layers that transformers' own cache of such a model has; none where it makes them as it goes."""
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)

@@ -26,7 +26,8 @@ _OWN_WAYS = {  # what would fail only once it is captured, without a word on why
     "longcat_flash": "its mixture of experts has some that compute nothing, which no graph of Leadout can choose",
     "xlm": "it makes masks of its own, which are no longer than a step",
 }
-_NO_ATTENTION = frozenset(("linear_attention", "conv", "mamba", "mlp", "moe"))
+_STATES = frozenset(("linear_attention", "conv", "mamba"))  # kinds of layers that keep some, whatever their class says
+_NO_ATTENTION = _STATES | {"mlp", "moe"}
 
 
 def context_length(config: Any, wanted: int | None = None) -> int:
@@ -69,6 +70,8 @@ def refusal(config: Any) -> str | None:
         return way
     if "local" in getattr(config, "attention_layers", ()):  # GPT Neo's
         return "its local attention depends on the cache's capacity, which grows with a text"
+    if config.model_type == "falcon" and config.alibi:
+        return "it counts positions (ALiBi) by a mask of padding, which no graph of Leadout has"
     if (turned := rope_refusal(config)) is not None:
         return turned
     if window is not None and window < TRACED_SLOTS:
@@ -152,9 +155,11 @@ def _kinds(config: Any) -> set[str]:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some of its layers keep state: a class that may have such need not."""
+    """Whether some of its layers keep state: a class that may have such need not, and not every class tells."""
     if (kinds := _kinds(config)) and kinds <= _ATTENTION:
         return False
+    if not _STATES.isdisjoint(kinds):
+        return True
     mapping = AutoModelForCausalLM._model_mapping
     return bool(type(config) in mapping and getattr(mapping[type(config)], "_is_stateful", False))
 

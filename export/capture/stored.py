@@ -131,6 +131,16 @@ def codes_in(path: Path) -> dict[str, str]:
     return {name: code for name, each in tensors.items() if isinstance(each, Tensor) and (code := code_of(each))}
 
 
+def unreadable(paths: Iterable[Path]) -> str | None:
+    """What is wrong with the first of these files of weights that cannot be read; None where all can be."""
+    for path in paths:
+        try:
+            codes_in(path)
+        except Exception:  # pickle, zip and safetensors raise what they like
+            return f"{path.name} is incomplete, a git-lfs pointer or more than tensors; download it again"
+    return None
+
+
 @contextlib.contextmanager
 def narrow_weights(dtype: torch.dtype) -> Iterator[None]:
     """Models that are made inside, to be loaded, ask for their large weights in ``dtype``, for all others in the type

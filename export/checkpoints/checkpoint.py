@@ -19,8 +19,9 @@ from transformers.utils import cached_file, logging
 
 from ...bundle import GENERATION_CONFIG, MANIFEST, SAMPLING, TOKENIZER
 from ...errors import ExportError, first_line, shown, typed
+from ..capture.kept import known_layers
 from ..capture.refusals import WIDENED, context_length, method_of, name_of, own_code, refusal
-from ..capture.stored import Stored, codes_in, keep_stored, narrowly
+from ..capture.stored import Stored, codes_in, keep_stored, narrowly, unreadable
 from ..writing import TEXTS
 from .conversations import MAP, in_files, keep_conversations
 from .defaults import read_object
@@ -110,6 +111,7 @@ def read_config(source: str | Path) -> Any:
         reason = refusal(config)
     if reason:
         raise ExportError(f"{name_of(config)} cannot be exported: {reason}")
+    known_layers(config, name_of(config))
     return config
 
 
@@ -286,7 +288,8 @@ def _read_model(source: str, config: Any) -> PreTrainedModel:
     except ExportError:
         raise
     except Exception as error:  # an architecture's own code raises what it likes
-        raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+        reason = unreadable(weight_files(source) or weight_files(source, PICKLED)) or first_line(error)
+        raise ExportError(f"'{source}' cannot be loaded: {reason}") from None
     own = [name for name, _ in model.named_parameters()]
     if fault := _fault(report, list(model.state_dict()), config) or _coded(source, own):
         raise ExportError(f"'{source}' cannot be exported: {fault}")

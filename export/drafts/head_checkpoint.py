@@ -23,7 +23,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...errors import ExportError, first_line, shown
 from ..capture.refusals import own_code, rope_refusal
-from ..capture.stored import code_of
+from ..capture.stored import code_of, unreadable
 from ..checkpoints.checkpoint import PICKLED, WEIGHTS, Checkpoint, find_file, weight_files
 from ..checkpoints.defaults import read_object
 from ..checkpoints.pairing import Ids, Vocabulary
@@ -302,7 +302,7 @@ def _weights(source: str, renamed: Mapping[str, str]) -> dict[str, Tensor]:
             safe = path.suffix == ".safetensors"
             tensors |= load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # pickle and safetensors raise what they like
-            raise ExportError(f"'{source}' cannot be loaded: {first_line(error)}") from None
+            raise ExportError(f"'{source}' cannot be loaded: {unreadable([path]) or first_line(error)}") from None
     named = {key.removeprefix("model."): value for key, value in tensors.items() if not key.endswith(_SAYS_NOTHING)}
     for theirs, ours in renamed.items():
         named = {key.replace(theirs, ours): value for key, value in named.items()}
