@@ -308,6 +308,27 @@ def test_doctor_names_versions_and_conflicts(monkeypatch: pytest.MonkeyPatch) ->
         assert result.exit_code == 5 and message in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "code", "line"),
+    [
+        ("onnxscript", 4, "exporting needs 'onnxscript', which is not installed: pip install 'leadout[export]'"),
+        ("onnxruntime", 5, "no onnxruntime installed: pip install 'leadout[cpu]' or 'leadout[cuda]'"),
+    ],
+)
+def test_an_export_names_what_it_lacks_before_it_reads_a_model(
+    package: str, code: int, line: str, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    hidden = (
+        f"import sys\nsys.modules['{package}'] = None\n"
+        "from leadout.engines import providers\nproviders.installed = dict\n"
+        "from leadout.scripts.cli import main\nmain(sys.argv[1:])"
+    )
+    program = [sys.executable, "-c", hidden, "export", str(tiny_pair[0]), "-o", str(tmp_path / "out")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, f"leadout: {line}\n")
+
+
 def test_a_stream_that_is_closed_or_knows_few_characters_fails_nothing(root: Path) -> None:
     shell = ["bash", "-c", 'exec "$@" 1>&- 2>&-', "bash", sys.executable, "-m", "leadout.scripts.cli", "doctor"]
     assert subprocess.run(shell, check=False).returncode == 0
