@@ -41,7 +41,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         before = signal.signal(signal.SIGTERM, _end)
         try:
             print(self._export())
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             self._refuse(not_installed(error))
         except LeadoutError as error:
             self._refuse(error)

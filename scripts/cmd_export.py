@@ -99,7 +99,7 @@ def command(
             if precision is not None or max_context is not None:
                 raise UsageError("--from-onnx takes no --precision and no --max-context: the graphs stay as they are")
             import_onnx(onnx_target, onnx_draft, draft, output, for_draft)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise not_installed(error) from None
     click.echo(output)
 

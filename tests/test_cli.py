@@ -329,6 +329,21 @@ def test_an_export_names_what_it_lacks_before_it_reads_a_model(
     assert (done.returncode, done.stderr) == (code, f"leadout: {line}\n")
 
 
+def test_packages_that_do_not_fit_together_end_an_export_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def export_pair(*_: object, **__: object) -> None:  # what transformers says as it is imported
+        raise ImportError("tokenizers>=0.23.1,<0.24.0 is required, but found tokenizers==0.21.0.\nTry: another")
+
+    monkeypatch.setattr(importlib.import_module("leadout.export.build"), "export_pair", export_pair)
+    result = run("export", tmp_path, "-o", tmp_path / "out")
+    line = "tokenizers>=0.23.1,<0.24.0 is required, but found tokenizers==0.21.0."
+    assert result.stderr == (
+        f"leadout: exporting needs other packages than are here ({line}): pip install 'leadout[export]'\n"
+    )
+    assert result.exit_code == 4
+
+
 def test_a_stream_that_is_closed_or_knows_few_characters_fails_nothing(root: Path) -> None:
     shell = ["bash", "-c", 'exec "$@" 1>&- 2>&-', "bash", sys.executable, "-m", "leadout.scripts.cli", "doctor"]
     assert subprocess.run(shell, check=False).returncode == 0
