@@ -76,9 +76,13 @@ def named(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from None
 
 
-def not_installed(error: ModuleNotFoundError) -> ExportError:
-    """What to say where an export stops for want of a package."""
-    return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
+def not_installed(error: ImportError) -> ExportError:
+    """What to say where an export stops for want of a package, or has one of a version that others do not take."""
+    if isinstance(error, ModuleNotFoundError):
+        return ExportError(f"exporting needs '{error.name}', which is not installed: pip install 'leadout[export]'")
+    return ExportError(
+        f"exporting needs other packages than are here ({first_line(error)}): pip install 'leadout[export]'"
+    )
 
 
 def require_docstrings() -> None:

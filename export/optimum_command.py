@@ -41,7 +41,7 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
         before = signal.signal(signal.SIGTERM, _end)
         try:
             print(self._export())
-        except ModuleNotFoundError as error:
+        except ImportError as error:
             self._refuse(not_installed(error))
         except LeadoutError as error:
             self._refuse(error)
@@ -50,8 +50,10 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
 
     def _export(self) -> Path:
         require_docstrings()
+        from ..engines.providers import onnxruntime
         from .build import export_pair
 
+        onnxruntime()  # which checks every graph: without it a capture of minutes would be for nothing
         args = self.args
         return export_pair(
             args.model,

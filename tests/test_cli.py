@@ -308,6 +308,42 @@ def test_doctor_names_versions_and_conflicts(monkeypatch: pytest.MonkeyPatch) ->
         assert result.exit_code == 5 and message in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "code", "line"),
+    [
+        ("onnxscript", 4, "exporting needs 'onnxscript', which is not installed: pip install 'leadout[export]'"),
+        ("onnxruntime", 5, "no onnxruntime installed: pip install 'leadout[cpu]' or 'leadout[cuda]'"),
+    ],
+)
+def test_an_export_names_what_it_lacks_before_it_reads_a_model(
+    package: str, code: int, line: str, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    hidden = (
+        f"import sys\nsys.modules['{package}'] = None\n"
+        "from leadout.engines import providers\nproviders.installed = dict\n"
+        "from leadout.scripts.cli import main\nmain(sys.argv[1:])"
+    )
+    program = [sys.executable, "-c", hidden, "export", str(tiny_pair[0]), "-o", str(tmp_path / "out")]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, f"leadout: {line}\n")
+
+
+def test_packages_that_do_not_fit_together_end_an_export_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def export_pair(*_: object, **__: object) -> None:  # what transformers says as it is imported
+        raise ImportError("tokenizers>=0.23.1,<0.24.0 is required, but found tokenizers==0.21.0.\nTry: another")
+
+    monkeypatch.setattr(importlib.import_module("leadout.export.build"), "export_pair", export_pair)
+    result = run("export", tmp_path, "-o", tmp_path / "out")
+    line = "tokenizers>=0.23.1,<0.24.0 is required, but found tokenizers==0.21.0."
+    assert result.stderr == (
+        f"leadout: exporting needs other packages than are here ({line}): pip install 'leadout[export]'\n"
+    )
+    assert result.exit_code == 4
+
+
 def test_a_stream_that_is_closed_or_knows_few_characters_fails_nothing(root: Path) -> None:
     shell = ["bash", "-c", 'exec "$@" 1>&- 2>&-', "bash", sys.executable, "-m", "leadout.scripts.cli", "doctor"]
     assert subprocess.run(shell, check=False).returncode == 0

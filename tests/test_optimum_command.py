@@ -71,8 +71,12 @@ def test_refusals_are_one_line_and_the_exit_code(
         call(monkeypatch, "--model", "x", "--precision", "int3", "out")
     assert caught.value.code == 2
     capsys.readouterr()
-    broken = ExportError("two\nlines"), ModuleNotFoundError("No module named 'onnx_ir'", name="onnx_ir")
-    for error, line in zip(broken, ("two lines", "exporting needs 'onnx_ir', which is not installed"), strict=True):
+    broken: dict[str, Exception] = {
+        "two lines": ExportError("two\nlines"),
+        "exporting needs 'onnx_ir', which is not installed": ModuleNotFoundError("No module", name="onnx_ir"),
+        "exporting needs other packages than are here (tokenizers>=0.23": ImportError("tokenizers>=0.23\nTry"),
+    }
+    for line, error in broken.items():
         monkeypatch.setattr(build, "export_pair", raising(error))
         with pytest.raises(SystemExit) as caught:
             call(monkeypatch, "--model", "x", "out")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
+import onnxscript  # noqa: F401  # torch asks for it in the midst of an export: missing, it is named before
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
