@@ -266,7 +266,7 @@ def test_few_tokens_have_the_masses_that_they_have_in_a_row(
     every = chain.masses(row(spread))
     assert isinstance(every, np.ndarray)
     kept = np.flatnonzero(every)
-    assert isinstance(some, Few) == (kept.size <= FEW) and np.array_equal(whole(some, VOCAB), every)
+    assert isinstance(some, Few) == (kept.size <= FEW)
+    np.testing.assert_allclose(whole(some, VOCAB), every, rtol=2e-6)  # in float32, of scores up to 20
     if isinstance(some, Few):
-        assert list(some) == kept.tolist() and some.item(int(kept[0])) == every[kept[0]]
-        assert some.item(int(np.argmin(every))) == 0.0
+        assert list(some) == kept.tolist() and some.item(int(np.argmin(every))) == 0.0

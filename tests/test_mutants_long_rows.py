@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import test_long_rows as whole
@@ -47,7 +49,19 @@ def large_logits_are_a_law(monkeypatch):
         np.testing.assert_allclose(law, chain.distribution(logits), rtol=1e-3)
 
 
-CHECKS = [noise_lifts_the_same, what_is_left_is_the_same, the_nucleus_is_the_same, large_logits_are_a_law]
+def few_are_the_same(monkeypatch):
+    for options, top_k in itertools.product(({}, {"top_p": 0.8}, {"min_p": 0.1}), (60, 700)):
+        with monkeypatch.context() as patch:
+            whole.test_few_tokens_have_the_masses_that_they_have_in_a_row(4.0, top_k, options, patch)
+
+
+CHECKS = [
+    few_are_the_same,
+    noise_lifts_the_same,
+    what_is_left_is_the_same,
+    the_nucleus_is_the_same,
+    large_logits_are_a_law,
+]
 
 MUTANTS = [
     Mutant("a bound without the temperature", sampling, "loudest", "temperature * (reach", "(reach"),
@@ -70,6 +84,18 @@ MUTANTS = [
         "few >= np.partition(few, -k)[-k]",
         "few >= few.min()",
     ),
+    Mutant("places among those that top-k left", sampling.Chain, "masses", "else ids[kept]", "else kept.nonzero()[0]"),
+    Mutant(
+        "few tokens' nucleus is wide",
+        sampling,
+        "nucleus_end",
+        "bisect_left(upto, top_p",
+        "bisect_left(upto, 1.2 * top_p",
+    ),
+    Mutant("few tokens' nucleus of scores", sampling, "nucleus_end", "map(math.exp, ordered)", "ordered"),
+    Mutant("few tokens at another temperature", sampling.Chain, "_few", "/ settings.temperature", "/ 1.0"),
+    Mutant("few tokens without min-p", sampling.Chain, "_few", "settings.min_p > 0.0", "False"),
+    Mutant("few tokens by min-p alone", sampling.Chain, "_few", "settings.top_p < 1.0", "False"),
     Mutant("the mass above is lost", nucleus, "_edge", "wanted -= weight_above", "wanted -= 0.0"),
     Mutant("the mass between is lost", nucleus, "_edge", "wanted -= weight_between", "wanted -= 0.0"),
     Mutant("it is where the sample says", nucleus, "_edge", "weight_between < wanted", "False"),

@@ -7,9 +7,9 @@ vocabulary. Over an array [V] each of these is a pass, and over a short one a ca
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable
+from itertools import accumulate, repeat
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,12 @@ _starts: dict[int, NDArray[np.intp]] = {}
 
 
 class Few(dict[int, float]):
-    """The mass of each token that has any, by id, the lowest first. Not written to."""
+    """The mass of each token that may have any, by id, the lowest first. Not written to."""
 
     @classmethod
     def of(cls, ids: Iterable[int], masses: Iterable[float]) -> Few:
-        """``masses`` of the tokens ``ids``, in order, but for those that are 0."""
-        return cls((token, mass) for token, mass in zip(ids, masses, strict=True) if mass > 0.0)
+        """``masses`` of the tokens ``ids``, in order."""
+        return cls(zip(ids, masses, strict=True))
 
     def item(self, token: int) -> float:
         """The mass of ``token``."""
@@ -46,8 +46,9 @@ class Few(dict[int, float]):
     def draw_and_sum(self, uniform: float) -> tuple[int, float]:
         """A token, and the mass of all."""
         upto = list(accumulate(self.values()))
-        place = bisect_right(upto, uniform * upto[-1])
-        return list(self)[min(place, len(self) - 1)], upto[-1]
+        total = upto[-1]
+        place = bisect_right(upto, uniform * total)
+        return list(self)[place if place < len(upto) else bisect_left(upto, total)], total
 
     def whole(self, size: int) -> Probs:
         """The same as an array [``size``]."""
@@ -68,6 +69,14 @@ def whole(law: Law, size: int) -> Probs:
 def mass_of(law: Law) -> float:
     """The mass of all tokens. (The method of an array has more overhead.)"""
     return law.sum() if isinstance(law, Few) else float(np.add.reduce(law))
+
+
+def masses_of(law: Law, ids: Collection[int]) -> list[float]:
+    """Those of the tokens ``ids``."""
+    if isinstance(law, Few):
+        return list(map(law.get, ids, repeat(0.0)))
+    masses: list[float] = law[list(ids)].tolist()
+    return masses
 
 
 def over(law: Law, mass: float) -> Law:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -29,6 +33,13 @@ def largest(scores: Row, k: int) -> NDArray[np.intp]:
     few = scores[places]
     kept: NDArray[np.intp] = places[few >= np.partition(few, -k)[-k]]
     return kept
+
+
+def nucleus_end(scores: Sequence[float], top_p: float) -> float:
+    """The same as ``nucleus_edge``, of few weights e^scores: the least score."""
+    ordered = sorted(scores, reverse=True)
+    upto = list(accumulate(map(math.exp, ordered)))
+    return ordered[min(bisect_left(upto, top_p * upto[-1]), len(ordered) - 1)]
 
 
 def nucleus_edge(weights: Row, top_p: float) -> float:

@@ -18,7 +18,7 @@ from . import buffers
 from .heads import loudest, not_finite, nothing_left, winner
 from .law import Few, Law, Probs, draw_and_sum, mass_of, over, whole
 from .noise import FEW, SHORT, Noise, Purpose
-from .nucleus import largest, nucleus_edge
+from .nucleus import largest, nucleus_edge, nucleus_end
 from .tally import Tally
 
 Scores = NDArray[np.floating[Any]]
@@ -44,8 +44,9 @@ class Chain:
     order of ids. At temperature 0 only 1-4 apply. ``drafted`` is always what the draft put between the committed
     text and the position of the row: penalties and the grammar see it.
 
-    What comes of logits is of their dtype, and as exact as they are: float32 of an engine that computes. (Float64 would
-    add digits that no such logit has, and take twice the time for a row of 151,936 tokens.)
+    What comes of a row of logits is of their dtype, and as exact as they are: float32 of an engine that computes.
+    (Float64 would add digits that no such logit has, and take twice the time for a row of 151,936 tokens.) Of few
+    tokens that top_k leaves it is Python's float64.
     """
 
     def __init__(
@@ -136,7 +137,11 @@ class Chain:
 
     def left(self, logits: LogitRow, drafted: Sequence[int] = ()) -> tuple[Tokens | None, Scores]:
         """The same for tokens that top_k leaves, and which these are, in order (None: all there are)."""
-        ids, scores = self._tempered(logits, drafted)
+        ids, row, top = self._leading(logits, drafted)
+        if ids is not None and ids.size <= FEW:
+            few = self._few(ids, row, top)
+            return np.array(list(few)), np.array(list(few.values()))
+        scores = self._tempered(row, top)
         if self._cuts:
             scores = np.where(self._kept(scores, powers(scores)), scores, -math.inf)
         return ids, scores
@@ -147,7 +152,11 @@ class Chain:
             row = self._allowed(logits, drafted)
             if _LOW < row.item(row.argmax()) < _HIGH:
                 return powers(row)
-        ids, scores = self._tempered(logits, drafted)
+        ids, row, top = self._leading(logits, drafted)
+        if ids is not None and ids.size <= FEW:
+            few = self._few(ids, row, top)
+            return Few.of(few, map(math.exp, few.values()))
+        scores = self._tempered(row, top)
         weights = powers(scores)
         if self._cuts:
             kept = self._kept(scores, weights)
@@ -185,13 +194,21 @@ class Chain:
         probs /= np.add.reduce(probs, axis=1, keepdims=True)
         return list(probs)
 
-    def _tempered(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores]:
-        """The scores of what top_k leaves, up to the temperature, and which tokens these are (None: all)."""
-        ids, row, top = self._leading(logits, drafted)
+    def _few(self, ids: Tokens, row: Scores, top: float) -> dict[int, float]:
+        """What top_p and min_p leave of few tokens, with their scores: for these, Python takes less time than numpy."""
+        settings = self.settings
+        scores = [(logit - top) / settings.temperature for logit in row.tolist()]
+        least = math.log(settings.min_p) if settings.min_p > 0.0 else -math.inf
+        if settings.top_p < 1.0:
+            least = max(least, nucleus_end(scores, settings.top_p))
+        return {token: score for token, score in zip(ids.tolist(), scores, strict=True) if score >= least}
+
+    def _tempered(self, row: Scores, top: float) -> Scores:
+        """The scores of a ``row`` whose largest logit is ``top``."""
         scores = below(row, top)
         if self.settings.temperature != 1.0:
             scores /= self.settings.temperature
-        return ids, scores
+        return scores
 
     def _leading(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores, float]:
         """What top_k leaves (None: all tokens), what processors 1-4 make of its logits, and the largest of these."""

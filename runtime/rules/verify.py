@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import buffers
-from .law import Few, Law, mass_of, whole
+from .law import Few, Law, mass_of, masses_of, whole
 
 Uniforms = Sequence[float] | NDArray[np.float64]
 Draw = Callable[[Law], int]
@@ -119,8 +119,8 @@ def excess(p: Law, q: Law, weight: float = 1.0) -> Law:
     """max(weight p - q, 0), unnormalised; as max(weight p, q) - q, for numpy compares with a number three times as long
     as with another array."""
     if isinstance(p, Few):
-        left = (max(weight * mass - q.item(token), 0.0) for token, mass in p.items())
-        return Few.of(p, left)
+        pairs = zip(p.values(), masses_of(q, p), strict=True)
+        return Few.of(p, [left if (left := weight * mass - given) > 0.0 else 0.0 for mass, given in pairs])
     q, rest = whole(q, p.size), buffers.like(p)
     scaled = p if weight == 1.0 else np.multiply(p, weight, out=rest)
     np.maximum(scaled, q, out=rest)
@@ -137,7 +137,8 @@ def residual(p: Law, q: Law, weight: float = 1.0) -> Law:
 def without(p: Law, token: int) -> Law:
     """p with ``token`` struck out, unnormalised; p itself where nothing is left."""
     if isinstance(p, Few):
-        return Few.of(p, (mass if other != token else 0.0 for other, mass in p.items())) or p
+        others = Few.of(p, [mass if other != token else 0.0 for other, mass in p.items()])
+        return others if _any(others) else p
     rest = buffers.like(p)
     rest[:] = p
     rest[token] = 0.0
@@ -146,4 +147,4 @@ def without(p: Law, token: int) -> Law:
 
 def _any(law: Law) -> bool:
     """Whether any token has a mass. (``max`` has more overhead than ``argmax``.)"""
-    return bool(law) if isinstance(law, Few) else bool(law[law.argmax()])
+    return any(law.values()) if isinstance(law, Few) else bool(law[law.argmax()])
