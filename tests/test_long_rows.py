@@ -142,7 +142,18 @@ def test_the_noise_of_a_long_text_is_not_all_kept() -> None:
         for size in (VOCAB, 50):
             noise.gumbel(position, size)
         noise.uniforms(position, Purpose.FINAL, 1)
-    assert max(map(len, (noise._raws, noise._gumbels, noise._coins))) <= 36
+        noise.gumbel_of(position + 100, VOCAB, np.arange(0, 4 * FEW, 4))
+    assert max(map(len, (noise._raws, noise._gumbels, noise._coins))) <= 36 and len(noise._fours) <= 33 * FEW
+
+
+def test_the_noise_of_a_few_is_made_once_for_draft_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, ids, made = Noise(3), np.array([5, 7, 900]), list[tuple[int, ...]]()
+    block = Noise._block
+    monkeypatch.setattr(Noise, "_block", lambda self, *counter: made.append(counter) or block(self, *counter))
+    drafts = noise.gumbel_of(4, VOCAB, ids)
+    assert len(made) == 2, "5 and 7 are of one block"
+    targets = noise.gumbel_of(4, VOCAB, np.array([5, 901, 15_000]))
+    assert len(made) == 3 and targets[0] == drafts[0] and noise.gumbel_of(5, VOCAB, ids)[0] != drafts[0]
 
 
 def test_equally_loud_tokens_go_to_the_lowest_and_silence_loses() -> None:

@@ -43,6 +43,7 @@ class Noise:
         self._keys = [((seed + i * _GROWTH[0]) & _WORD, (stream + i * _GROWTH[1]) & _WORD) for i in range(10)]
         self._raws: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._gumbels: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._fours: dict[tuple[int, int], list[float]] = {}
         self._coins: dict[tuple[int, Purpose], list[float]] = {}
 
     def gumbel(self, position: int, size: int) -> NDArray[np.float64]:
@@ -69,7 +70,14 @@ class Noise:
             return self.gumbel(position, size)[ids]
         if ids.size > FEW or (position, size) in self._raws:
             return gumbel(self.raw(position, size)[0][ids])
-        each = [self._four(token // 4 + 1, position, Purpose.GUMBEL)[token % 4] for token in ids.tolist()]
+        if len(self._fours) >= _REMEMBERED * FEW:
+            self._fours.clear()
+        each, fours = list[float](), self._fours
+        for token in ids.tolist():
+            block = token // 4 + 1, position
+            if (four := fours.get(block)) is None:  # draft and target ask for much the same tokens
+                four = fours[block] = self._four(*block, Purpose.GUMBEL)
+            each.append(four[token % 4])
         return gumbel(np.array(each))
 
     def raw(self, position: int, size: int) -> tuple[NDArray[np.float64], int]:
