@@ -261,8 +261,8 @@ class Chain:
             scores[self._bias_ids] += self._bias
         if self._repeats:
             seen, penalty = self._seen.behind(drafted)[0], settings.repetition_penalty
-            before = scores[seen]
-            scores[seen] = np.where(before > 0, before / penalty, before * penalty)
+            before, either = scores[seen], np.minimum if penalty > 1.0 else np.maximum
+            scores[seen] = either(before / penalty, before * penalty)  # the quotient above 0, the product below
         if self._counts_tokens:
             written, counts = self._written.behind(drafted)
             scores[written] -= settings.frequency_penalty * counts + settings.presence_penalty
