@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support_runtime import Branches, Coin, collect, decode_law, distance, law, sharpened, target_law, toy_pair
-from test_laws import rows_by_context
+from test_laws import few, rows_by_context
 
 from leadout.engines.toy import mixed_law, table_law
 from leadout.errors import UsageError
@@ -68,13 +68,14 @@ def joint_law(shape, p, q, count):
     return law(run)
 
 
+@pytest.mark.parametrize("held", [dict, few], ids=["arrays", "few"])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2)])
-def test_recursive_rejection_leaves_the_law_alone(shape, zeros):
+def test_recursive_rejection_leaves_the_law_alone(shape, zeros, held):
     rng = np.random.default_rng([*shape, zeros])
     depth = len(shape)
     p, q = (rows_by_context(rng, 3, depth + 1, zeros=zeros) for _ in range(2))
-    found = joint_law(shape, p, q, depth + 1)
+    found = joint_law(shape, held(p), q, depth + 1)
     assert distance(found, target_law(p.__getitem__, 3, depth + 1)) < TIGHT
 
 
