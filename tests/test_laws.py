@@ -215,6 +215,15 @@ def test_any_rows_with_zeros_ties_and_disjoint_supports(weights, rule):
     assert distance(joint_law(rule, p, q, 3, 1), target_law(p.__getitem__, 3, 2)) < TIGHT
 
 
+@pytest.mark.parametrize("held", [dict, few], ids=["arrays", "few"])
+def test_where_rounding_leaves_nothing_the_law_itself_is_left(held):
+    """As where a token with all the mass is rejected by a coin that rounds to 1."""
+    p = held({(): np.array([0.0, 1.0, 0.0])})[()]
+    for rest in (verify.without(p, 1), verify.residual(p, p), verify.residual(p, np.array([0.0, 1.0, 0.0]), 0.5)):
+        assert draw(rest, 0.3) == 1
+    assert draw(verify.without(held({(): np.array([0.5, 0.5, 0.0])})[()], 1), 0.9) == 0
+
+
 def test_draw_has_exactly_its_law():
     """Each token's share of [0, 1), found by bisecting the production function itself."""
     for weights in ([0.1, 0.0, 0.6, 0.3], [2.0, 1.0], [0.0, 0.0, 5.0, 0.0]):
