@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from ..bundle import TOKENIZER, ModelEntry, file_entry
 from ..engines.golden import GOLDEN
+from ..engines.providers import onnxruntime
 from ..errors import ExportError, UsageError
 from .canonical import Canonical, capture_to, simplify_and_pack
 from .capture.refusals import context_length, is_recurrent
@@ -80,14 +81,13 @@ def export_pair(
     """Export checkpoints (local directories or hub ids) to the bundle ``out``; without ``draft``, the target alone.
 
     ``draft`` may be ``self``, the target in fewer bits, or ``mtp``, its own layers for multi-token prediction, either
-    with a colon and a precision behind it. ``draft_vocabulary`` trims the draft's head: to so many tokens, the most
-    frequent in the texts ``calibration``, or to those whose ids are in a file.
-    ``mask_token`` is the id by which the draft says a whole draft in one step, or "none"; by default that which its
-    config.json names.
-    An existing bundle at ``out`` is replaced, anything else there is refused. A ``draft_precision`` that is not given
-    is int4 (int8, if it says whole drafts in one step), fp16 beside a target in fp16; the target's, if in that the
-    draft is too far from its checkpoint. Raises UsageError, ExportError; then ``out`` is as it was.
+    with a colon and a precision behind it. ``draft_vocabulary`` trims a draft's head: to so many tokens, the most
+    frequent in the texts ``calibration``, or to those whose ids are in a file. ``mask_token`` is the id by which it
+    says a whole draft in one step, or "none"; by default its config.json's. A bundle at ``out`` is replaced, anything
+    else refused. ``draft_precision`` is by default int4 (int8 in one step), fp16 beside fp16; the target's, if the
+    draft would be too far from its checkpoint. Raises UsageError, ExportError, EngineError; then ``out`` is as it was.
     """
+    onnxruntime()  # which checks every graph: without it a capture of minutes would be for nothing
     choice = choose_draft(str(target), draft, precision, draft_precision)
     _check_asked(choice, draft_precision, draft_vocabulary, calibration, mask_token)
     place = destination(out)

@@ -50,10 +50,8 @@ class LeadoutExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]  # opti
 
     def _export(self) -> Path:
         require_docstrings()
-        from ..engines.providers import onnxruntime
         from .build import export_pair
 
-        onnxruntime()  # which checks every graph: without it a capture of minutes would be for nothing
         args = self.args
         return export_pair(
             args.model,

@@ -108,11 +108,9 @@ def export_checkpoints(target: str, draft: str | None, output: str, options: dic
     """Export two checkpoints, ``options`` as for ``export_pair``; say so if the bundle's prompts of a conversation are
     not those of transformers."""
     require_docstrings()
-    from ..engines.providers import onnxruntime
     from ..export.build import export_pair
     from .chat_probe import difference
 
-    onnxruntime()  # which checks every graph: without it a capture of minutes would be for nothing
     export_pair(target, draft, Path(output), progress=tell, **options)
     if line := difference(Bundle(Path(output), read_manifest(output)), target):
         tell(line)

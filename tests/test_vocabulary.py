@@ -325,7 +325,7 @@ MUTANTS = [
     Mutant("noise by the draft's order", sampling.Sampler, "_heard",
            "few if ids is None else ids[few]", "few"),
     Mutant("q over few tokens only", sampling.Sampler, "_propose_among",
-           "spread(row.ids, q, row.size, 0.0)", "q"),
+           "buffers.spread(row.ids, q, row.size, 0.0)", "q"),
     Mutant("places for tokens", sampling.Sampler, "_propose_among", "row.ids[list(q)].tolist()", "q"),
     Mutant("an early end is not banned", sampling.Chain, "looks_at_ids", "is not None or", "is not None and"),
     Mutant("the map is lost on the way", decoder.Decoder, "__init__", "vocabulary = vocabulary or", "vocabulary ="),

@@ -43,6 +43,14 @@ def empty(size: int, dtype: DTypeLike) -> NDArray[Any]:
     return np.asarray(_Loan(memory)).view(dtype)
 
 
+def spread(places: NDArray[np.intp], values: NDArray[Any], size: int, others: float) -> NDArray[Any]:
+    """[``size``] with ``values`` at ``places`` and ``others`` elsewhere."""
+    row = empty(size, values.dtype)
+    row.fill(others)
+    row[places] = values
+    return row
+
+
 def like(row: NDArray[Any]) -> NDArray[Any]:
     """The same of the size and kind of ``row``."""
     return empty(row.size, row.dtype)

@@ -8,11 +8,17 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ...engines.base import LogitArray, LogitRow, Tokens
+from ...engines.base import LogitArray, LogitRow, Tokens, Tops
 from ...errors import EngineError, LeadoutError, UsageError
 from .noise import gumbel
 
 _SLACK = 1e-6  # more than float32 rounds a bound by, relative to 1 + the sizes of it and of what it is measured from
+
+
+def tops_of(logits: LogitRow) -> Tops | None:
+    """The k largest of a row that is on a device, where they came over with the step."""
+    top = getattr(logits, "top", None)  # only such rows have one
+    return None if top is None else top()
 
 
 def winner(ids: Tokens, tops: LogitArray, temperature: float, noise: NDArray[np.float64]) -> int | None:

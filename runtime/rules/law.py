@@ -52,10 +52,7 @@ class Few(dict[int, float]):
 
     def whole(self, size: int) -> Probs:
         """The same as an array [``size``]."""
-        row: Probs = buffers.empty(size, np.float64)
-        row.fill(0.0)
-        row[list(self)] = list(self.values())
-        return row
+        return buffers.spread(np.array(list(self)), np.array(list(self.values())), size, 0.0)
 
 
 Law = Probs | Few

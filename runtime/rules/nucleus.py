@@ -39,7 +39,7 @@ def nucleus_end(scores: Sequence[float], top_p: float) -> float:
     """The same as ``nucleus_edge``, of few weights e^scores: the least score."""
     ordered = sorted(scores, reverse=True)
     upto = list(accumulate(map(math.exp, ordered)))
-    return ordered[min(bisect_left(upto, top_p * upto[-1]), len(ordered) - 1)]
+    return ordered[bisect_left(upto, top_p * upto[-1])]
 
 
 def nucleus_edge(weights: Row, top_p: float) -> float:

@@ -15,7 +15,7 @@ from ..grammar import Grammar
 from ..settings import Rule, Settings
 from ..vocabulary import MappedRow
 from . import buffers
-from .heads import loudest, not_finite, nothing_left, winner
+from .heads import loudest, not_finite, nothing_left, tops_of, winner
 from .law import Few, Law, Probs, draw_and_sum, mass_of, over, whole
 from .noise import FEW, SHORT, Noise, Purpose
 from .nucleus import largest, nucleus_edge, nucleus_end
@@ -133,7 +133,7 @@ class Chain:
     def scores(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Scores:
         """log p up to a constant [V], -inf where p is 0; the largest is 0. Needs temperature > 0."""
         ids, scores = self.left(logits, drafted)
-        return scores if ids is None else spread(ids, scores, logits.size, -math.inf)
+        return scores if ids is None else buffers.spread(ids, scores, logits.size, -math.inf)
 
     def left(self, logits: LogitRow, drafted: Sequence[int] = ()) -> tuple[Tokens | None, Scores]:
         """The same for tokens that top_k leaves, and which these are, in order (None: all there are)."""
@@ -147,7 +147,7 @@ class Chain:
         return ids, scores
 
     def masses(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Law:
-        """p up to a factor; [V] where nothing is left out. Needs temperature > 0."""
+        """p up to a factor: [V], or what settings leave, where that is few tokens. Needs temperature > 0."""
         if self.settings.temperature == 1.0 and self.is_bare(drafted):
             row = self._allowed(logits, drafted)
             if _LOW < row.item(row.argmax()) < _HIGH:
@@ -166,15 +166,17 @@ class Chain:
                 weights *= kept  # where masks are as irregular as these, what branches takes ten times as long
         if ids is None:
             return weights
-        return Few.of(ids.tolist(), weights.tolist()) if ids.size <= FEW else spread(ids, weights, logits.size, 0.0)
+        if ids.size > FEW:
+            return buffers.spread(ids, weights, logits.size, 0.0)
+        return Few.of(ids.tolist(), weights.tolist())
 
     def law(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Law:
-        """p, summing to 1; [V] where nothing is left out. Needs temperature > 0."""
+        """The same, summing to 1."""
         masses = self.masses(logits, drafted)
         return over(masses, mass_of(masses))
 
     def distribution(self, logits: LogitRow, drafted: Sequence[int] = ()) -> Probs:
-        """The same, [V] in any case."""
+        """The same, and [V] in any case."""
         return whole(self.law(logits, drafted), logits.size)
 
     def distributions(self, logits: Logits, drafted: Sequence[int]) -> Sequence[Probs] | None:
@@ -213,8 +215,7 @@ class Chain:
     def _leading(self, logits: LogitRow, drafted: Sequence[int]) -> tuple[Tokens | None, Scores, float]:
         """What top_k leaves (None: all tokens), what processors 1-4 make of its logits, and the largest of these."""
         k = self.settings.top_k if self.settings.top_k < logits.size else 0
-        head = getattr(logits, "top", None)  # only rows on a device have one
-        if k and head is not None and not self.looks_at_ids(drafted) and (tops := head()) is not None:
+        if k and not self.looks_at_ids(drafted) and (tops := tops_of(logits)) is not None:
             ids, row = tops
             if k < row.size and row[k - 1] > row[-1]:  # no token outside is as likely as the k-th
                 order = ids[: np.count_nonzero(row >= row[k - 1])].argsort()
@@ -287,8 +288,7 @@ class Sampler:
         """
         if self.chain.settings.temperature == 0:
             return self.chain.best(logits, drafted)
-        head = getattr(logits, "top", None)  # only rows on a device have one
-        if head is not None and (token := self._from_head(head(), drafted, position, logits.size)) is not None:
+        if (token := self._from_head(tops_of(logits), drafted, position, logits.size)) is not None:
             return token
         if logits.size > SHORT:
             return self._loudest(logits, drafted, position)
@@ -352,15 +352,7 @@ class Sampler:
         q = over(masses, mass)
         if isinstance(q, Few):
             return int(row.ids[place]), Few.of(row.ids[list(q)].tolist(), q.values())
-        return int(row.ids[place]), spread(row.ids, q, row.size, 0.0)
-
-
-def spread(ids: Tokens, values: Scores, size: int, others: float) -> Scores:
-    """[size] with ``values`` at ``ids`` and ``others`` elsewhere."""
-    row = buffers.empty(size, values.dtype)
-    row.fill(others)
-    row[ids] = values
-    return row
+        return int(row.ids[place]), buffers.spread(row.ids, q, row.size, 0.0)
 
 
 def below(row: Scores, top: float) -> Scores:
