@@ -78,22 +78,26 @@ class Buffer(Protocol):
 
 
 class HostBuffer:
-    """A numpy array. Raises EngineError where there is no memory for one."""
+    """A numpy array."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.array, self.shape, self.dtype, self.pointer = array, array.shape, array.dtype, array.ctypes.data
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostBuffer:
+        """Of an array of its own. Raises EngineError where there is no memory for one."""
         try:
-            self.array: NDArray[Any] = np.zeros(shape, dtype)
+            return cls(np.zeros(shape, dtype))
         except MemoryError:
             size = math.prod(shape) * dtype.itemsize / 2**20
             raise EngineError(
                 f"no memory for {shape[0]} rows of cache, of which a part takes {size:.0f} MB"
                 " (what all takes says: leadout plan BUNDLE)"
             ) from None
-        self.shape, self.dtype, self.pointer = shape, dtype, self.array.ctypes.data
 
     def grown(self, slots: int) -> HostBuffer:
         rows, heads, kept, width = self.shape
-        wider = HostBuffer((rows, heads, slots, width), self.dtype)
+        wider = HostBuffer.zeros((rows, heads, slots, width), self.dtype)
         wider.array[:, :, :kept] = self.array
         return wider
 
@@ -157,4 +161,4 @@ def fresh_cache(
         for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             yield zeros((rows, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))
     if entry.features is not None:
-        yield HostBuffer((rows, 1, slots, entry.features), cache_dtype(types["features"]))
+        yield HostBuffer.zeros((rows, 1, slots, entry.features), cache_dtype(types["features"]))

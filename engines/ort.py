@@ -9,10 +9,11 @@ import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, first_line
+from .alone import prompt_step
 from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens, Widths
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, steady
-from .ort_step import Step
+from .ort_step import KeptSteps, Step, make_room
 from .recording import RECORDING
 from .rounding import even_widths, rounded_alike, uneven
 from .sessions import Sessions
@@ -20,7 +21,6 @@ from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
 
-_KEPT_STEPS, _MANY_STEPS = 32, 256  # bindings; the latter where one is a graph, or what is read again makes it another
 _EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
@@ -33,9 +33,9 @@ class SlotEngine:
     ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
     differ in the last bits of their logits; with ``exact``, one variant never differs from itself (any batch, any
     capacity, the widths of ``spec.widths``). Raises EngineError where a pinned one cannot have that on this processor.
-    TensorRT's providers take ``canonical`` alone: they misread the others in silence.
-    Steps that branch take ``tree_gqa`` where others take a graph for one row, else ``tree``. A token of a tree rounds
-    as in a chain only if its slot is the same: sums over other slots have another order.
+    TensorRT's providers take ``canonical`` alone: they misread the others in silence. Prompts of many rows may be read
+    row by row, by the graph for one. Steps that branch take ``tree_gqa`` where others take that graph, else ``tree``. A
+    token of a tree rounds as in a chain only if its slot is the same: sums over other slots have another order.
 
     On cuda steps run as CUDA graphs, a graph a shape, all but prompts, steps that branch and those of models with
     features or recurrent layers.
@@ -63,7 +63,7 @@ class SlotEngine:
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
         self._session: Any = None  # of the graph in use, and its steps
-        self._steps_of: dict[str, dict[tuple[int, int, int | None, int, Turn], Step]] = {}  # graphs
+        self._kept_steps = KeptSteps()
         self._cache: list[Buffer] = []
         self._trails = Trails(self._kept, 0)
         self._variant, self._batch, self._capacity = "", 0, 0
@@ -101,7 +101,7 @@ class SlotEngine:
     @graphs.setter
     def graphs(self, wanted: bool) -> None:
         self._sessions.want_graphs(wanted)
-        self._forget_steps()
+        self._kept_steps.forget()
         self._run_by(self._variant)
 
     @property
@@ -117,8 +117,7 @@ class SlotEngine:
     @property
     def even(self) -> bool:
         """Whether a step of one token rounds like wider ones where that has its price (``gqa_even``: 4 to 18 % of a
-        small model's step, 4 of them for having the choice: a small one off it takes ``gqa``). On after every
-        ``reset``; read by the next step."""
+        small model's step; off it a small one takes ``gqa``). On after every ``reset``; read by the next step."""
         return bool(self._least_width[0] == _EVEN_WIDTH)
 
     @even.setter
@@ -134,6 +133,11 @@ class SlotEngine:
         """See KeepingEngine: on a CPU, where one row's steps cost by its length and not by its capacity."""
         keeps = self._provider == "cpu" and self._variant in ONE_ROW and self._batch > 0
         return self._resets if keeps else None
+
+    @property
+    def reads_alone(self) -> bool:
+        """See ReadingEngine."""
+        return self._batch > 1 and self._provider == "cpu" and self._kept is None and self._choose(1) in ONE_ROW
 
     @property
     def variant(self) -> str:
@@ -152,9 +156,7 @@ class SlotEngine:
         if rows == 1 and longest + width <= self._places.size:
             step.positions[0] = self._places[longest : longest + width]
         else:
-            np.add(step.past_column, step.offsets, out=step.positions)
-            if longest + width > self._spec.max_context:
-                np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
+            step.count_positions(self._spec.max_context)
         if logit_index is not None:
             step.logit_index[...] = logit_index
         step.anchors[...] = self._trails.anchors[:rows]
@@ -181,6 +183,13 @@ class SlotEngine:
             raise self._failed(error) from error
         assert step.logits is not None
         return step.logits
+
+    def read(self, row: int, tokens: Tokens, past_len: int) -> None:
+        """See ReadingEngine.read."""
+        self._check_room(len(tokens), np.array([past_len]))
+        self._pages.settle()
+        session = self._open(self._choose(1))
+        self._run(prompt_step(session, self._cache, row, tokens, past_len, self._least_width, self._spec))
 
     def features(self, row: int, start: int, stop: int) -> Features:
         """See FeatureEngine.features."""
@@ -262,12 +271,12 @@ class SlotEngine:
                 step = self._prepare(*shape)
         return step
 
-    def _run(self, step: Step, again: Callable[[], Logits]) -> Logits:
+    def _run(self, step: Step, again: Callable[[], Logits] | None = None) -> Logits:
         """``again`` takes the same step anew, on the same slots, where its graph could not be recorded."""
         try:
             self._recording += step.run()
         except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            if not step.recorded:
+            if not step.recorded or again is None:
                 raise self._failed(error) from error
             self.graphs = False
             self._sessions.refuse_graphs(first_line(error))
@@ -288,7 +297,7 @@ class SlotEngine:
         self._check_open()
         more = bucket(capacity, coarse=steady(self._variant, self._provider), gpu=self._provider == "cuda")
         batch, self._batch = self._batch, 0  # no cache, until all of it has grown: an interrupt may come in between
-        self._forget_steps()
+        self._kept_steps.forget()
         with RECORDING.step(records=False):
             for i, buffer in enumerate(self._cache):  # one by one: the old one is gone when the new one is there
                 self._cache[i] = buffer.grown(buffer_slots(more, self._variant))
@@ -309,8 +318,7 @@ class SlotEngine:
             return
         self._open(variant)
         self._release()
-        self._variant = variant
-        self.even = True
+        self._variant, self.even = variant, True  # in this order
         slots = buffer_slots(least, variant)
         self._cache.extend(fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros))
         self._trails = Trails(self._kept, batch)
@@ -339,13 +347,13 @@ class SlotEngine:
     def _release(self) -> None:
         """Let go of the cache and of every binding to it."""
         self._batch = 0
-        self._forget_steps()
+        self._kept_steps.forget()
         while self._cache:
             self._cache.pop().close()
 
     def _zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         if self._provider == "cpu":
-            return HostBuffer(shape, dtype)
+            return HostBuffer.zeros(shape, dtype)
         if self._cuda is None:
             self._cuda = Cuda()
             self._device_logits = LogitStore(self._cuda, self._spec.vocab_size)
@@ -362,12 +370,7 @@ class SlotEngine:
     def _run_by(self, graph: str) -> None:
         """Steps that do not branch are ``graph``'s from now on."""
         self._session = self._open(graph)
-        self._steps = self._steps_of.setdefault(graph, {})
-
-    def _forget_steps(self) -> None:
-        for steps in self._steps_of.values():
-            while steps:
-                steps.popitem()[1].free()
+        self._steps = self._kept_steps.of(graph)
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int, turn: Turn) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain; ``turn`` as
@@ -377,13 +380,11 @@ class SlotEngine:
         shape = (rows, width if wanted is None else wanted, self._spec.vocab_size)
         if self._device_logits is not None:
             if self._device_logits.reserve(logit_rows(shape[0] * shape[1], self._batch)):
-                self._forget_steps()
+                self._kept_steps.forget()
         elif (size := int(np.prod(shape))) > self._flat.size:
             self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)
-            self._forget_steps()
-        if len(self._steps) >= (_KEPT_STEPS if self._kept is None and not self.graphs else _MANY_STEPS):
-            # a prompt's width seldom comes again, a draft's does
-            self._steps.pop(max(self._steps, key=lambda kept: kept[1])).free()
+            self._kept_steps.forget()
+        make_room(self._steps, many=self._kept is not None or self.graphs)
         tree = branching(self._variant, self._model.entry.variants)
         session = self._open(tree, branching=True) if seen else self._session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)

@@ -19,10 +19,12 @@ from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
 from .recording import RECORDING, OneThread
 from .tensorrt.cuda import Cuda
+from .trails import Turn
 
 WIDEST_GRAPH, MOST_GRAPHS = 64, 256
 _RUNS_TO_RECORD = 3  # one to allocate, one that is recorded, one that replays
 _NO_GRAPH = "-1"
+_KEPT_STEPS, _MANY_STEPS = 32, 256
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,6 +123,11 @@ class Step:
             for row, past in enumerate(self.past_lens.tolist()):
                 self.kept[row, past : past + width] = self.given[row]
         return recording
+
+    def count_positions(self, context: int) -> None:
+        """Tokens stand behind ``past_lens``; from position ``context`` on they are padding, whose places must exist."""
+        np.add(self.past_column, self.offsets, out=self.positions)
+        np.minimum(self.positions, context - 1, out=self.positions)
 
     def with_features(self, kept: Buffer, told: list[Features] | None) -> None:
         """Give features to their slots in ``kept``, the host's, and read those that ``told`` holds then, if any."""
@@ -231,6 +238,33 @@ class Step:
         address = self.cuda.allocate(array.nbytes)
         self.uploads.append((address, array))
         self.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
+
+
+Shape = tuple[int, int, int | None, int, Turn]  # rows, tokens and wanted logits (None: all) a row, columns of the mask
+
+
+class KeptSteps:
+    """Steps that were bound, of each graph by their shape: valid while the cache stays where it is."""
+
+    def __init__(self) -> None:
+        self._by_graph: dict[str, dict[Shape, Step]] = {}
+
+    def of(self, graph: str) -> dict[Shape, Step]:
+        """Those of ``graph``, to be added to."""
+        return self._by_graph.setdefault(graph, {})
+
+    def forget(self) -> None:
+        """Let go of all."""
+        for steps in self._by_graph.values():
+            while steps:
+                steps.popitem()[1].free()
+
+
+def make_room(steps: dict[Shape, Step], *, many: bool) -> None:
+    """Let go of one, if there are as many as are kept: of the widest, for a prompt's width seldom comes again, a
+    draft's does. ``many``: each is a graph, or what is read again makes it another."""
+    if len(steps) >= (_MANY_STEPS if many else _KEPT_STEPS):
+        steps.pop(max(steps, key=lambda kept: kept[1])).free()
 
 
 def graph_options(number: int | None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from ..bundle import Model, ModelEntry, Recurrence
 from ..errors import UsageError, shown
 from . import foreign, variants
-from .base import ANY, MAX_STEP, MOST_ROWS, ModelSpec
+from .base import ANY, MAX_STEP, MOST_ROWS, ONE_ROW, READ_ALONE, ModelSpec
 from .golden import GOLDEN
 from .memory import bucket, logit_rows, steady
 from .tensorrt.buildable import PRECISIONS, require_buildable
@@ -108,8 +108,6 @@ def plan(model: ModelEntry, load: Load) -> Memory:
         )
     slots = _slots(model, load)
     number, active = _bytes_of_numbers(model, load)
-    chunk = MAX_STEP if load.built else ModelSpec.of(model, ANY, trees=False).chunk(load.batch)
-    width = max(load.draft_length + 1, min(chunk, load.context))
     hidden = _hidden(model)
     # Fused attention on a GPU keeps no scores; ONNX Runtime holds them twice, before and after the softmax.
     scores = 0 if load.built else 2 * (hidden / model.cache[0].key_dim) * slots
@@ -121,7 +119,7 @@ def plan(model: ModelEntry, load: Load) -> Memory:
         weights=_weights(model, load),
         cache=grown * load.batch * slots * number * kept + load.batch * _beside(model.recurrence),
         logits=rows * model.vocab_size * 4,
-        steps=int(load.batch * width * active * (_LIVE * hidden + scores)),
+        steps=int(_at_once(model, load) * active * (_LIVE * hidden + scores)),
     )
 
 
@@ -158,6 +156,16 @@ def _slots(model: ModelEntry, load: Load) -> int:
     one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
     coarse = steady("gqa" if one_row else "grouped", load.provider)
     return bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
+
+
+def _at_once(model: ModelEntry, load: Load) -> int:
+    """Tokens of the widest step, in all rows: of prompts, or of drafts."""
+    spec, rows, context = ModelSpec.of(model, ANY, trees=False), load.batch, load.context
+    read = rows * min(MAX_STEP if load.built else spec.chunk(rows), context)
+    one = variants.choose(model.variants, 1, load.provider, variants.SOONEST)
+    if rows > 1 and load.provider == "cpu" and one in ONE_ROW and not spec.recurrent:  # ``SlotEngine.reads_alone``
+        read = max(min(spec.chunk(1), context), min(read, rows * (READ_ALONE - 1)))
+    return max(read, rows * (load.draft_length + 1))
 
 
 def _bytes_of_numbers(model: ModelEntry, load: Load) -> tuple[int, int]:

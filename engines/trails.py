@@ -37,9 +37,9 @@ class Trails:
         self._rows, self._there = rows, recurrence is not None
         self._kept = kept = recurrence or Recurrence(0, 0, ())
         float32 = np.dtype(np.float32)
-        self._trails = [HostBuffer((rows, 1, kept.slots, width), float32) for width in kept.trails]
+        self._trails = [HostBuffer.zeros((rows, 1, kept.slots, width), float32) for width in kept.trails]
         shapes = [(rows, state.heads, state.key_dim, state.value_dim) for state in kept.states]
-        self._states = [[HostBuffer(shape, float32) for shape in shapes] for _ in range(2)]
+        self._states = [[HostBuffer.zeros(shape, float32) for shape in shapes] for _ in range(2)]
         self._at = 0, (0,) * rows, (0,) * rows
         self._committed = [0] * rows
 

@@ -13,6 +13,7 @@ from .base import (
     Features,
     Logits,
     ModelSpec,
+    ReadingEngine,
     RowStep,
     Sight,
     Tokens,
@@ -90,6 +91,16 @@ class Wrapped:
 
     def earliest(self, row: int) -> int:
         return self.engine.earliest(row) if isinstance(self.engine, CommittingEngine) else 0
+
+    @property
+    def reads_alone(self) -> bool:
+        """``ReadingEngine.reads_alone``, if the engine has it."""
+        return getattr(self.engine, "reads_alone", False)
+
+    def read(self, row: int, tokens: Tokens, past_len: int) -> None:
+        assert isinstance(self.engine, ReadingEngine)
+        with self.step(1, len(tokens), past_len):
+            self.engine.read(row, tokens, past_len)
 
     def features(self, row: int, start: int, stop: int) -> Features:
         assert isinstance(self.engine, FeatureEngine)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ..engines.base import READ_ALONE
 from .steps import Stepper
 
 ALL = sys.maxsize  # tokens
@@ -20,9 +21,12 @@ def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -
     first: dict[tuple[int, ...], int] = {}
     sources = [first.setdefault(tuple(prompt), len(first)) for prompt in prompts]
     rest = [prompt[held:] for prompt in first]
-    if not any(rest):
-        return
-    stepper.last_logits(rest, [held] * len(rest))
+    alone = {row: prompt for row, prompt in enumerate(rest) if stepper.reads_alone and len(prompt) >= READ_ALONE}
+    together = [[] if row in alone else prompt for row, prompt in enumerate(rest)]
+    if any(together):  # first, for its padding stands where the other rows begin
+        stepper.last_logits(together, [held] * len(rest))
+    if alone:
+        stepper.read(alone)
     # A source never stands after its copies: going backwards, no row is overwritten that is still to be copied.
     for place in reversed(range(len(prompts))):
         if prompts[place] and sources[place] != place:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..engines.base import (
     KeepingEngine,
     LogitRow,
     Logits,
+    ReadingEngine,
     RecordingEngine,
     RowStep,
     Sight,
@@ -51,6 +52,7 @@ class Stepper:
         self._row_step = row_step(engine) if self._recording is None else None
         self._evens = engine if isinstance(engine, EvenEngine) else None
         self._keeping = engine if isinstance(engine, KeepingEngine) else None
+        self._reading = engine if isinstance(engine, ReadingEngine) else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
@@ -142,6 +144,22 @@ class Stepper:
         lengths, begins = (np.array(each, np.int64)[:, None] for each in (list(map(len, pieces)), counts))
         index = np.clip(lengths - begins + np.arange(max(counts)), 0, np.maximum(lengths - 1, 0))
         return self._forward(pieces, past, longest, index)
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether ``read`` brings a prompt in sooner than a step of all rows does."""
+        return self._reading is not None and self._reading.reads_alone and self._features is None
+
+    def read(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Bring prompts[b] into row b, of which nothing counts so far, in chunks. Nobody wants their logits."""
+        engine, chunk = self._reading, self.engine.spec.chunk(1)
+        assert engine is not None
+        with self._saying("reading prompts row by row"):
+            if (need := max(map(len, prompts.values())) + 1) > engine.capacity:
+                engine.reserve(need)
+            for row, prompt in prompts.items():
+                for past in range(0, len(prompt), chunk):
+                    engine.read(row, np.array(prompt[past : past + chunk], np.int64), past)
 
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""

@@ -545,7 +545,7 @@ def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch:
 
 
 def test_a_prompt_s_binding_makes_room_not_a_draft_s(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ort, "_KEPT_STEPS", 4)
+    monkeypatch.setattr(ort_step, "_KEPT_STEPS", 4)
     row, fresh = tokens(C, 1, 40), []
     engine.forward(row, START)  # all share its logits
     for width in (1, 2, 3, 20, 30, 40):

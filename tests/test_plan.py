@@ -80,7 +80,8 @@ def test_a_cpu_holds_and_computes_float16_in_float32(tmp_path: Path) -> None:
     half, blob = dataclasses.replace(half, parameters=1 << 26), half.files["model.onnx.data"].bytes
     assert [plan(half, load(batch=rows)).weights for rows in (1, 3)] == [2 * blob, 4 * blob]
     assert plan(half, load(provider="cuda")).weights == blob
-    assert plan(half, load()).steps == plan(whole, load()).steps > plan(half, load(provider="cuda")).steps
+    one = load(batch=1)
+    assert plan(half, one).steps == plan(whole, one).steps > plan(half, load(batch=1, provider="cuda")).steps
     assert 2 * plan(half, load()).cache == plan(whole, load()).cache, "this is as it is stored"
 
 
@@ -93,8 +94,13 @@ def test_the_weights_of_an_import_may_be_in_its_graph(tmp_path: Path) -> None:
 
 
 def test_the_steps_of_more_rows_are_narrower(tmp_path: Path) -> None:
-    """From four rows on a step of a prompt holds as many tokens, and one that verifies as many more as there are."""
+    """From four rows on a step of a prompt holds as many tokens, and one that verifies as many more as there are. A
+    prompt that is read alone needs half of that, until there are many short ones, which are not."""
     model = dataclasses.replace(entry(tmp_path), max_context=1024)
+    alone = [plan(model, load(batch=rows, context=900)).steps for rows in (2, 16, 17, 33, 64)]
+    assert alone[0] == alone[1] < alone[2] < alone[3]
+    model = dataclasses.replace(model, variants={name: model.variants[name] for name in ("canonical", "grouped")})
+    assert alone[4] == plan(model, load(batch=64, context=900)).steps == 2 * alone[0]
     steps = [plan(model, load(batch=rows, context=900)).steps for rows in (1, 2, 4, 16)]
     assert steps[1] == steps[2] == steps[3] > steps[0]
     verifying = [plan(model, load(batch=64, context=836 - more, draft_length=31 + more)).steps for more in (0, 33)]
