@@ -27,7 +27,7 @@ def prompt_step(
     if spec.features:
         step.with_features(own[-1], None)
     step.bind(own, None)
-    step.tokens[0], step.past_lens[0] = tokens, past_len
+    step.feed(tokens, past_len)
     step.count_positions(spec.max_context)
     return step
 

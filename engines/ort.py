@@ -62,7 +62,8 @@ class SlotEngine:
         self._spec = ModelSpec.of(entry, Widths(self._narrowest()), trees=trees)
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
-        self._session: Any = None  # of the graph in use, and its steps
+        self._session: Any = None  # of the graph in use, and of that for one token in many rows
+        self._of_tokens: Any = None
         self._kept_steps = KeptSteps()
         self._cache: list[Buffer] = []
         self._trails = Trails(self._kept, 0)
@@ -70,7 +71,7 @@ class SlotEngine:
         self._flat, self._least_width = np.zeros(0, np.float32), np.array([_EVEN_WIDTH])
         self._cuda: Cuda | None = None
         self._device_logits: LogitStore | None = None
-        self._closed, self._resets, self._recorded, self._recording = False, 0, 0, 0.0  # CUDA graphs, seconds for them
+        self._resets, self._recorded, self._recording = 0, 0, 0.0  # CUDA graphs, seconds for them
         self._told: list[Features] = [NOTHING]
         self.reset(1)
         if exact and provider == "cpu":
@@ -102,7 +103,7 @@ class SlotEngine:
     def graphs(self, wanted: bool) -> None:
         self._sessions.want_graphs(wanted)
         self._kept_steps.forget()
-        self._run_by(self._variant)
+        self._run_by(*self._graphs())
 
     @property
     def graph_error(self) -> str:
@@ -123,10 +124,7 @@ class SlotEngine:
     @even.setter
     def even(self, wanted: bool) -> None:
         self._least_width[0] = _EVEN_WIDTH if wanted else 1
-        graph, entry = self._variant, self._model.entry
-        if not wanted and self._pinned == "auto":
-            graph = without_equal_bits(graph, entry.variants, entry.parameters)
-        self._run_by(graph)
+        self._run_by(*self._graphs())
 
     @property
     def resets(self) -> int | None:
@@ -151,8 +149,7 @@ class SlotEngine:
         self._pages.settle()
         turn = self._trails.turn(past_lens.tolist(), width)
         step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0, turn)
-        step.tokens[...] = tokens
-        step.past_lens[...] = past_lens
+        step.feed(tokens, past_lens)
         if rows == 1 and longest + width <= self._places.size:
             step.positions[0] = self._places[longest : longest + width]
         else:
@@ -188,19 +185,19 @@ class SlotEngine:
         """See ReadingEngine.read."""
         self._check_room(len(tokens), np.array([past_len]))
         self._pages.settle()
-        session = self._open(self._choose(1))
+        session = self._sessions.open(self._choose(1))
         self._run(prompt_step(session, self._cache, row, tokens, past_len, self._least_width, self._spec))
 
     def features(self, row: int, start: int, stop: int) -> Features:
         """See FeatureEngine.features."""
-        self._check_open()
+        self._sessions.require_open()
         kept = self._cache[-1]
         assert isinstance(kept, HostBuffer)
         return kept.array[row, 0, start:stop]
 
     def beside(self, features: Features) -> None:
         """See FeatureEngine.beside."""
-        self._check_open()
+        self._sessions.require_open()
         self._told[0] = features
 
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
@@ -208,8 +205,7 @@ class SlotEngine:
         rows, width = tokens.shape
         self._check_room(width, past_lens)
         step = self._step(rows, width, None, sees.shape[2], NO_TURN)
-        step.tokens[...] = tokens
-        step.past_lens[...] = past_lens
+        step.feed(tokens, past_lens)
         step.sees[...] = sees
         np.add(step.past_column, sees.sum(axis=2) - (1 + sees.shape[2] - width), out=step.positions)
         np.minimum(step.positions, self._spec.max_context - 1, out=step.positions)
@@ -217,7 +213,7 @@ class SlotEngine:
 
     def compact(self, row: int, past_len: int, kept: Sequence[int]) -> None:
         """See TreeEngine.compact."""
-        self._check_open()
+        self._sessions.require_open()
         for buffer in self._cache:
             buffer.compact(row, past_len, kept)
 
@@ -252,15 +248,11 @@ class SlotEngine:
         self._sessions.clear()
         self.reset(1)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError(f"the engine of {self._model.folder.name} is closed")
-
     def _check_room(self, width: int, past_lens: Tokens) -> int:
         """The longest row's length. Raises EngineError where the step needs more slots than there are."""
         longest: int = max(past_lens.tolist())
         if longest + width > self._capacity:
-            self._check_open()
+            self._sessions.require_open()
             room = f"the cache of {self._capacity} slots: call reserve first"
             raise EngineError(f"{longest} + {width} tokens exceed {room}")
         return longest
@@ -294,7 +286,7 @@ class SlotEngine:
         """See Engine.reserve. Slots come in buckets."""
         if capacity <= self._capacity:
             return
-        self._check_open()
+        self._sessions.require_open()
         more = bucket(capacity, coarse=steady(self._variant, self._provider), gpu=self._provider == "cuda")
         batch, self._batch = self._batch, 0  # no cache, until all of it has grown: an interrupt may come in between
         self._kept_steps.forget()
@@ -316,7 +308,7 @@ class SlotEngine:
             self.even, self._batch = True, batch
             self._trails.restart()
             return
-        self._open(variant)
+        self._sessions.open(variant)
         self._release()
         self._variant, self.even = variant, True  # in this order
         slots = buffer_slots(least, variant)
@@ -326,7 +318,7 @@ class SlotEngine:
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
-        self._check_open()
+        self._sessions.require_open()
         for row in (source, destination):
             if not 0 <= row < self._batch:
                 raise EngineError(f"row {row} is not one of the engine's {self._batch} (0 to {self._batch - 1})")
@@ -336,10 +328,10 @@ class SlotEngine:
 
     def close(self) -> None:
         """See Engine.close."""
-        self._closed, self._capacity = True, 0
-        self._sessions.clear()
+        self._capacity = 0
+        self._sessions.close()
         self._release()
-        self._session = None
+        self._session = self._of_tokens = None
         if self._cuda is not None and self._device_logits is not None:
             self._device_logits.close()
             self._cuda.close()
@@ -362,15 +354,17 @@ class SlotEngine:
     def _choose(self, batch: int) -> str:
         return choose(self._model.entry.variants, batch, self._provider, self._alone, self._pinned)
 
-    def _open(self, variant: str, *, branching: bool = False) -> Any:
-        """See Sessions.open. Raises EngineError where the engine is closed, too."""
-        self._check_open()
-        return self._sessions.open(variant, branching=branching)
+    def _graphs(self) -> tuple[str, str]:
+        """The graph of steps that do not branch, and that of those of one token in each of many rows."""
+        graph, one, entry = self._variant, self._choose(1), self._model.entry
+        if not self.even and self._pinned == "auto":
+            graph, one = (without_equal_bits(each, entry.variants, entry.parameters) for each in (graph, one))
+        alike = self._provider != "cpu" or self._kept is not None or (self.even and self._spec.widths.narrowest == 1)
+        return graph, graph if alike or graph in ONE_ROW or one not in ONE_ROW else one
 
-    def _run_by(self, graph: str) -> None:
-        """Steps that do not branch are ``graph``'s from now on."""
-        self._session = self._open(graph)
-        self._steps = self._kept_steps.of(graph)
+    def _run_by(self, graph: str, of_tokens: str) -> None:
+        self._session, self._of_tokens = self._sessions.open(graph), self._sessions.open(of_tokens)
+        self._steps = self._kept_steps.of(graph, of_tokens)
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int, turn: Turn) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain; ``turn`` as
@@ -386,7 +380,8 @@ class SlotEngine:
             self._kept_steps.forget()
         make_room(self._steps, many=self._kept is not None or self.graphs)
         tree = branching(self._variant, self._model.entry.variants)
-        session = self._open(tree, branching=True) if seen else self._session
+        session = self._of_tokens if width == 1 and rows > 1 else self._session
+        session = self._sessions.open(tree, branching=True) if seen else session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
         step = Step.shaped(session, (rows, width, shape[1], seen), turn[0], self._least_width, flat, self._cuda)
         if self._spec.features:

@@ -124,6 +124,11 @@ class Step:
                 self.kept[row, past : past + width] = self.given[row]
         return recording
 
+    def feed(self, tokens: Tokens, past_lens: Tokens | int) -> None:
+        """What the step brings, and behind how many tokens of each row."""
+        self.tokens[...] = tokens
+        self.past_lens[...] = past_lens
+
     def count_positions(self, context: int) -> None:
         """Tokens stand behind ``past_lens``; from position ``context`` on they are padding, whose places must exist."""
         np.add(self.past_column, self.offsets, out=self.positions)
@@ -244,18 +249,18 @@ Shape = tuple[int, int, int | None, int, Turn]  # rows, tokens and wanted logits
 
 
 class KeptSteps:
-    """Steps that were bound, of each graph by their shape: valid while the cache stays where it is."""
+    """Steps that were bound, by the graphs in use and their shape: valid while the cache stays where it is."""
 
     def __init__(self) -> None:
-        self._by_graph: dict[str, dict[Shape, Step]] = {}
+        self._by_graphs: dict[tuple[str, ...], dict[Shape, Step]] = {}
 
-    def of(self, graph: str) -> dict[Shape, Step]:
-        """Those of ``graph``, to be added to."""
-        return self._by_graph.setdefault(graph, {})
+    def of(self, *graphs: str) -> dict[Shape, Step]:
+        """Those of ``graphs``, to be added to."""
+        return self._by_graphs.setdefault(graphs, {})
 
     def forget(self) -> None:
         """Let go of all."""
-        for steps in self._by_graph.values():
+        for steps in self._by_graphs.values():
             while steps:
                 steps.popitem()[1].free()
 

@@ -26,7 +26,7 @@ class Sessions:
     """
 
     def __init__(self, model: Model, *, provider: str, threads: int, lean: bool) -> None:
-        self._model = model
+        self._model, self._closed = model, False
         self._how: dict[str, Any] = {"provider": provider, "threads": threads, "lean": lean}
         self.pages = Pages(provider == "cpu" and not lean)
         self.kept: dict[tuple[str, bool], Any] = {}
@@ -38,8 +38,9 @@ class Sessions:
 
     def open(self, variant: str, *, branching: bool = False) -> Any:
         """The session of a variant, of which the steps of trees (``branching``) are not recorded. Without CUDA graphs,
-        for good, where one that has them cannot be opened. Raises EngineError where none can, BundleError for one that
-        the manifest does not describe."""
+        for good, where one that has them cannot be opened. Raises EngineError where none can, and after ``close``,
+        BundleError for one that the manifest does not describe."""
+        self.require_open()
         which = variant, self.graphs and not branching
         if which not in self.kept:
             try:
@@ -80,10 +81,20 @@ class Sessions:
         """Open no session that records any more, until ``graphs`` is set again."""
         self.graphs, self.error = False, reason
 
+    def require_open(self) -> None:
+        """Raise EngineError after ``close``."""
+        if self._closed:
+            raise EngineError(f"the engine of {self._model.folder.name} is closed")
+
     def clear(self) -> None:
         """Let go of all."""
         self.kept.clear()
         self.thread.close()
+
+    def close(self) -> None:
+        """The same for good."""
+        self._closed = True
+        self.clear()
 
 
 def stamp(path: Path) -> tuple[int, ...]:
