@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
 DTYPES = ("float32", "float16")
 VARIANTS = {
-    "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa"),
+    "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa", "strides"),
     "concat": ("canonical",),
     "genai": ("canonical",),
 }

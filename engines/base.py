@@ -20,7 +20,7 @@ Features = NDArray[np.floating[Any]]
 # Variants of a bundle's graph (export.graphs) that take one row, whose used length is then what attention
 # costs; and those that round alike in steps of every width, one token included.
 ONE_ROW = ("gqa", "gqa_even", "tree_gqa")
-EVEN = ("gqa_even", "grouped")
+EVEN = ("gqa_even", "grouped", "strides")
 
 
 class LogitRow(Protocol):

@@ -17,9 +17,10 @@ from .ort_step import KeptSteps, Step, make_room
 from .recording import RECORDING
 from .rounding import even_widths, rounded_alike, uneven
 from .sessions import Sessions
+from .strides import STRIDES, in_strides
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
-from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, require_possible, without_equal_bits
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, graphs, require_possible
 
 _EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
@@ -62,8 +63,9 @@ class SlotEngine:
         self._spec = ModelSpec.of(entry, Widths(self._narrowest()), trees=trees)
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
-        self._session: Any = None  # of the graph in use, and of that for one token in many rows
-        self._of_tokens: Any = None
+        self._session: Any = None  # of the graph in use; graphs of some widths; all widths that there are, if not any
+        self._of_width: dict[int, str] = {}
+        self._native: tuple[int, ...] = ()
         self._kept_steps = KeptSteps()
         self._cache: list[Buffer] = []
         self._trails = Trails(self._kept, 0)
@@ -144,9 +146,14 @@ class SlotEngine:
 
     def forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None = None) -> Logits:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
-        rows, width = tokens.shape
-        longest = self._check_room(width, past_lens)
+        self._check_room(tokens.shape[1], past_lens)
         self._pages.settle()
+        if self._native and tokens.shape[1] not in self._native:
+            return in_strides(self._forward, self._native, tokens, past_lens, logit_index)
+        return self._forward(tokens, past_lens, logit_index)
+
+    def _forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None) -> Logits:
+        (rows, width), longest = tokens.shape, max(past_lens.tolist())
         turn = self._trails.turn(past_lens.tolist(), width)
         step = self._step(rows, width, None if logit_index is None else logit_index.shape[1], 0, turn)
         step.feed(tokens, past_lens)
@@ -157,13 +164,13 @@ class SlotEngine:
         if logit_index is not None:
             step.logit_index[...] = logit_index
         step.anchors[...] = self._trails.anchors[:rows]
-        return self._run(step, lambda: self.forward(tokens, past_lens, logit_index))
+        return self._run(step, lambda: self._forward(tokens, past_lens, logit_index))
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         """See RowEngine.row_logits. The step is one that ``forward`` may take, too."""
         width = len(tokens)
         end, some = past_len + width, last and width > 1
-        if end > self._capacity or end > self._row_limit:
+        if end > self._capacity or end > self._row_limit or (self._native and width not in self._native):
             index = np.full((1, 1), width - 1, np.int64) if some else None
             return self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), index)
         if (step := self._steps.get((1, width, 1 if some else None, 0, NO_TURN))) is None:
@@ -331,7 +338,7 @@ class SlotEngine:
         self._capacity = 0
         self._sessions.close()
         self._release()
-        self._session = self._of_tokens = None
+        self._session = None
         if self._cuda is not None and self._device_logits is not None:
             self._device_logits.close()
             self._cuda.close()
@@ -354,17 +361,16 @@ class SlotEngine:
     def _choose(self, batch: int) -> str:
         return choose(self._model.entry.variants, batch, self._provider, self._alone, self._pinned)
 
-    def _graphs(self) -> tuple[str, str]:
-        """The graph of steps that do not branch, and that of those of one token in each of many rows."""
-        graph, one, entry = self._variant, self._choose(1), self._model.entry
-        if not self.even and self._pinned == "auto":
-            graph, one = (without_equal_bits(each, entry.variants, entry.parameters) for each in (graph, one))
-        alike = self._provider != "cpu" or self._kept is not None or (self.even and self._spec.widths.narrowest == 1)
-        return graph, graph if alike or graph in ONE_ROW or one not in ONE_ROW else one
+    def _graphs(self) -> tuple[str, dict[int, str]]:
+        sooner = not self.even and self._pinned == "auto"
+        uneven = not self.even or self._spec.widths.narrowest > 1
+        apart = uneven and self._provider == "cpu" and self._kept is None
+        return graphs(self._variant, self._choose(1), self._model.entry, sooner=sooner, apart=apart)
 
-    def _run_by(self, graph: str, of_tokens: str) -> None:
-        self._session, self._of_tokens = self._sessions.open(graph), self._sessions.open(of_tokens)
-        self._steps = self._kept_steps.of(graph, of_tokens)
+    def _run_by(self, graph: str, of_width: dict[int, str]) -> None:
+        self._session, self._of_width = self._sessions.open(graph), of_width
+        self._native = tuple(of_width) if self._variant == STRIDES else ()
+        self._steps = self._kept_steps.of(graph, *of_width.values())
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int, turn: Turn) -> Step:
         """Build the binding of one shape: of a tree with ``seen`` columns in its mask, or (0) of a chain; ``turn`` as
@@ -379,11 +385,11 @@ class SlotEngine:
             self._flat = np.zeros(max(size, 2 * self._flat.size), np.float32)
             self._kept_steps.forget()
         make_room(self._steps, many=self._kept is not None or self.graphs)
-        tree = branching(self._variant, self._model.entry.variants)
-        session = self._of_tokens if width == 1 and rows > 1 else self._session
-        session = self._sessions.open(tree, branching=True) if seen else session
+        special = branching(self._variant, self._model.entry.variants) if seen else self._of_width.get(width)
+        session = self._sessions.open(special, branching=bool(seen)) if special else self._session
         flat = None if self._device_logits is not None else self._flat[: int(np.prod(shape))].reshape(shape)
-        step = Step.shaped(session, (rows, width, shape[1], seen), turn[0], self._least_width, flat, self._cuda)
+        least = np.array([1]) if special else self._least_width  # a token in each of many rows is never shown twice
+        step = Step.shaped(session, (rows, width, shape[1], seen), turn[0], least, flat, self._cuda)
         if self._spec.features:
             step.with_features(self._cache[-1], self._told if self._spec.reads_features else None)
         elif self.graphs and not seen:

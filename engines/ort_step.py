@@ -227,16 +227,20 @@ class Step:
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
 
     def _bind_cache(self, part: str, buffer: Buffer) -> None:
-        """One buffer as ``past_key_values`` and as ``present``; ``part``: a layer and key or value, like ``0.key``."""
-        rows = self.tokens.shape[0]
+        """One buffer as ``past_key_values`` and as ``present``, each time that the graph gives it; ``part``: a layer
+        and key or value, like ``0.key``."""
+        rows, past = self.tokens.shape[0], f"past_key_values.{part}"
+        names = [value.name for value in self.session.get_outputs() if f"{value.name}.".startswith(f"present.{part}.")]
         if isinstance(buffer, HostBuffer):
             value = in_place(buffer.array[:rows])
-            self.binding.bind_ortvalue_input(f"past_key_values.{part}", value)
-            self.binding.bind_ortvalue_output(f"present.{part}", value)
+            self.binding.bind_ortvalue_input(past, value)
+            for name in names:
+                self.binding.bind_ortvalue_output(name, value)
         else:
             place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-            self.binding.bind_input(f"past_key_values.{part}", *place)
-            self.binding.bind_output(f"present.{part}", *place)
+            self.binding.bind_input(past, *place)
+            for name in names:
+                self.binding.bind_output(name, *place)
 
     def _bind_device(self, name: str, array: NDArray[Any]) -> None:
         assert self.cuda is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..bundle import Model
+from ..bundle import Model, ModelEntry
 from ..errors import EngineError, UsageError
 from .base import ONE_ROW
+from .strides import STRIDE, STRIDE_ROWS, STRIDES
 
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
 # those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
@@ -36,13 +37,26 @@ def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str]
         return pinned
     if provider not in ("cpu", "cuda"):
         return "canonical"
-    wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else WITHOUT_REST
+    strides = rows >= STRIDE_ROWS and alone == ROUNDING_ALIKE and "gqa_even" in have
+    many = (STRIDES, *WITHOUT_REST) if strides else WITHOUT_REST
+    wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else many
     return next((name for name in wanted if name in have), "canonical")
 
 
 def without_equal_bits(variant: str, have: Collection[str], parameters: int) -> str:
     """The graph in the place of ``variant`` while no step has to round like another."""
     return "gqa" if variant == "gqa_even" and "gqa" in have and parameters <= _SMALL else variant
+
+
+def graphs(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bool) -> tuple[str, dict[int, str]]:
+    """The graph of steps that do not branch, where ``choose`` says ``variant`` for all rows and ``one`` for one; and
+    those that take steps of certain widths in its place. ``sooner``: no step has to round like another; ``apart``: none
+    of one token in many rows like wider ones, so that ``one`` may take it."""
+    if variant == STRIDES:
+        return one, {STRIDE: variant} if one == variant else {1: one, STRIDE: variant}
+    if sooner:
+        variant, one = (without_equal_bits(each, entry.variants, entry.parameters) for each in (variant, one))
+    return variant, {1: one} if apart and variant not in ONE_ROW and one in ONE_ROW else {}
 
 
 def branching(variant: str, have: Collection[str]) -> str:
@@ -53,5 +67,7 @@ def branching(variant: str, have: Collection[str]) -> str:
 def sessions(have: Collection[str], rows: int, parameters: int, *, exact: bool) -> int:
     """How many sessions, each with weights of its own, an engine on a CPU comes to hold for batches of 1 and ``rows``
     rows that do not branch."""
-    alone = choose(have, 1, "cpu", ROUNDING_ALIKE if exact else SOONEST)
-    return len({alone, without_equal_bits(alone, have, parameters), choose(have, rows, "cpu", (alone,))})
+    preferred = ROUNDING_ALIKE if exact else SOONEST
+    alone = choose(have, 1, "cpu", preferred)
+    many = choose(have, rows, "cpu", preferred)
+    return len({alone, without_equal_bits(alone, have, parameters), many})

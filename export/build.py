@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,24 +41,15 @@ from .drafts.mtp import OwnLayers, has_own_layers, own_layers
 from .foreign.importing import ChooseDraft, WriteDraft
 from .golden import Truth, compute_truth, head_truth, save_golden, write_rows
 from .graphs.experts import never_alone, unrounded_experts
-from .graphs.passes import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .graphs.quantize import ROUNDINGS, quantize
 from .graphs.rewrite import graph_inputs, let_go
 from .graphs.smooth import observe, smooth
-from .graphs.tree import to_tree, to_tree_gqa
+from .graphs.variants import VARIANTS, suits
 from .parity import ImprecisionError, check_graph
 from .writing import Progress, aside, destination, write_manifest
 
 GRAPH, BLOB, SCRATCH = "model.onnx", "model.onnx.data", "scratch"
 FITTED = (8, 64)  # rows that the model writes, and tokens of each, for roundings to be fitted to
-VARIANTS: dict[str, Callable[[ir.Model], int]] = {
-    "gqa": to_gqa,
-    "gqa_even": to_gqa_even,
-    "grouped": to_grouped,
-    "nonpad": to_nonpad,
-    "tree": to_tree,
-    "tree_gqa": to_tree_gqa,
-}
 
 
 def silent(message: str) -> None:
@@ -351,9 +342,7 @@ def export_model(canonical: Canonical, folder: Path, precision: str, progress: P
         parity[precision] = check_graph(entry, truth, folder / GRAPH, precision, progress)
     for name, lower in VARIANTS.items():
         graph = ir.load(folder / GRAPH)
-        if name.startswith("tree") and (entry.reads_features or entry.recurrence is not None):
-            continue  # a node of a tree would be read beside what its parent gave, or go on from what a sibling left
-        if lower(graph):  # 0 layers changed: it would be the canonical graph again
+        if suits(name, entry) and lower(graph):  # 0 layers changed: it would be the canonical graph again
             files[name] = f"model.{name}.onnx"
             ir.save(graph, folder / files[name])  # its weights stay references into the canonical graph's blob
             parity[name] = check_graph(entry, truth, folder / files[name], name, progress, variant=name)

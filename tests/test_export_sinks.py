@@ -22,13 +22,14 @@ transformers = pytest.importorskip("transformers")
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
-from leadout.export.build import VARIANTS, export_model, silent  # noqa: E402
+from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical  # noqa: E402
 from leadout.export.capture import decoder_graph, lowerings  # noqa: E402
 from leadout.export.capture.decoder_graph import slot_attention  # noqa: E402
 from leadout.export.checkpoints.checkpoint import load  # noqa: E402
 from leadout.export.graphs import experts, gqa, sinks, tree  # noqa: E402
 from leadout.export.graphs.quantize import sweep  # noqa: E402
+from leadout.export.graphs.variants import VARIANTS  # noqa: E402
 from leadout.export.parity import check_graph  # noqa: E402
 from leadout.export.tensorrt.graph import lower  # noqa: E402
 from leadout.runtime.check import stepped  # noqa: E402

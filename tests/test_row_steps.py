@@ -127,10 +127,10 @@ def room_is_made(model: Model) -> None:
         Stepper(Broken(model), "target").all_logits([[1, 2, 3]], [0])
 
     class Crowded(SlotEngine):
-        def _run_by(self, graph: str) -> None:
+        def _run_by(self, *graphs: Any) -> None:
             if not self.even:
                 raise OSError(24, "Too many open files")
-            super()._run_by(graph)
+            super()._run_by(*graphs)
 
     with pytest.raises(EngineError, match=r"the target failed choosing its graph: .*Too many open files"):
         Stepper(Crowded(model), "target").resume([1], even=False)

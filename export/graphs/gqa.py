@@ -40,7 +40,7 @@ def to_gqa(model: ir.Model, *, even: bool = False) -> int:
     ``even``: a step of one token gives the same bits as wider ones, for it shows each node two rows, and writes a slot
     more, where the new input ``least_width`` is 2 and not 1. Returns 0 where a layer is left that does not.
     """
-    layers, all_of_them = [layer for layer in layers_of(model) if fusable(layer)], _attending(model)
+    layers, all_of_them = [layer for layer in layers_of(model) if fusable(layer)], attending(model)
     padding = Padding(model, asked=True) if even else None
     if layers:
         lengths = lengths_of(model, padding)
@@ -63,7 +63,7 @@ def to_grouped(model: ir.Model) -> int:
     of its own, one is added). A head's keys are packed once for its group: no slower than ``to_nonpad`` on a CPU.
     Returns how many layers changed, 0 where one is left.
     """
-    layers, all_of_them = [n for n in model.graph if n.op_type == "Attention" and _groupable(n)], _attending(model)
+    layers, all_of_them = [n for n in model.graph if n.op_type == "Attention" and _groupable(n)], attending(model)
     padding = Padding(model)
     masks: dict[int, ir.Value] = {}
     for old in layers:
@@ -188,7 +188,7 @@ def _window(model: ir.Model, mask: ir.Value) -> tuple[bool, int | None]:
     return True, None if width == _PROBED_SLOTS else width
 
 
-def _attending(model: ir.Model) -> int:
+def attending(model: ir.Model) -> int:
     """How many layers attend, those included whose attention is no node and those that have no cache of their own."""
     cached = sum(name.endswith(".key") for name in graph_inputs(model))
     return max(cached, len([n for n in model.graph if n.op_type == "Attention"]))
