@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ..bundle import ModelEntry
 from ..errors import EngineError
 from .base import ONE_ROW
-from .strides import STRIDE, STRIDES
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
@@ -37,9 +36,8 @@ def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
 
 
 def buffer_slots(capacity: int, variant: str) -> int:
-    """The slots of the buffers: ``gqa_even`` writes one slot more, which no length counts, in steps of one token, and
-    strides may be padded."""
-    return capacity + (STRIDE if variant == STRIDES else variant == "gqa_even")
+    """The slots of the buffers: ``gqa_even`` writes one slot more, which no length counts, in steps of one token."""
+    return capacity + (variant == "gqa_even")
 
 
 def logit_rows(wanted: int, batch: int) -> int:

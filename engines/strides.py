@@ -9,19 +9,16 @@ import numpy as np
 from .base import Logits, Tokens
 
 # The variant for so many rows and more (export.graphs.strides), and how many tokens of each its steps take, no more and
-# no fewer. Of fewer rows a wide step gains more, and a graph that takes any width does it sooner.
+# no fewer; others are taken one by one, by a graph for one row. Of fewer rows wide steps gain more, and a graph that
+# takes any width does them sooner.
 STRIDES, STRIDE, STRIDE_ROWS = "strides", 4, 8
 
 
-def strides(width: int, native: Collection[int]) -> list[tuple[int, int]]:
-    """How ``width`` tokens are cut into steps of ``native`` widths: the width of each, and how many of its tokens are
-    not padding, which is at most a quarter of it where steps of one token are there."""
-    found = []
-    while width:
-        fitting = [each for each in native if width >= each - each // 4]
-        step = max(fitting, default=min(native))
-        found.append((step, min(step, width)))
-        width -= found[-1][1]
+def strides(width: int, native: Collection[int]) -> list[int]:
+    """How ``width`` tokens are cut into steps of ``native`` widths, of which one is 1."""
+    found = list[int]()
+    while left := width - sum(found):
+        found.append(max(each for each in native if each <= left))
     return found
 
 
@@ -33,22 +30,16 @@ def in_strides(
     logit_index: Tokens | None,
 ) -> Logits:
     """``Engine.forward`` in terms of one that takes ``native`` widths alone."""
-    rows, width = tokens.shape
+    (rows, width), begin = tokens.shape, 0
     wanted = np.tile(np.arange(width), (rows, 1)) if logit_index is None else logit_index
-    steps, begin, found = strides(width, native), 0, np.zeros(0, np.float32)
-    for step, count in steps:
-        piece = np.zeros((rows, step), np.int64)
-        piece[:, :count] = tokens[:, begin : begin + count]
-        here = wanted[:, begin : begin + count] if logit_index is None else wanted
-        logits = forward(piece, past_lens + begin, np.clip(here - begin, 0, count - 1))
-        if len(steps) == 1:
-            return logits
+    found = np.zeros(0, np.float32)
+    for step in strides(width, native):
+        end = begin + step
+        here = wanted[:, begin:end] if logit_index is None else wanted
+        logits = forward(tokens[:, begin:end], past_lens + begin, np.clip(here - begin, 0, step - 1))
         if not begin:
             found = np.empty((*wanted.shape, logits.shape[-1]), np.float32)
-        if logit_index is None:
-            found[:, begin : begin + count] = logits
-        else:
-            inside = (begin <= wanted) & (wanted < begin + count)
-            found[inside] = np.asarray(logits)[inside]
-        begin += count
+        inside = (begin <= wanted) & (wanted < end)
+        found[inside] = np.asarray(logits)[inside[:, begin:end] if logit_index is None else inside]
+        begin = end
     return found

@@ -24,6 +24,8 @@ def require_possible(model: Model, provider: str, pinned: str) -> None:
         raise UsageError(f"variant '{pinned}': provider '{provider}' takes canonical alone")
     if pinned != "auto":
         model.path(pinned)
+    if pinned == STRIDES and model.entry.variants.keys().isdisjoint(ONE_ROW):
+        raise UsageError(f"variant '{pinned}' takes steps of {STRIDE} tokens; {model.folder.name} has no graph for one")
     if model.entry.recurrence is not None and provider != "cpu":
         raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
 
@@ -53,7 +55,8 @@ def graphs(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bo
     those that take steps of certain widths in its place. ``sooner``: no step has to round like another; ``apart``: none
     of one token in many rows like wider ones, so that ``one`` may take it."""
     if variant == STRIDES:
-        return one, {STRIDE: variant} if one == variant else {1: one, STRIDE: variant}
+        one = next(name for name in ("gqa_even", "gqa") if name in entry.variants)
+        return one, {1: one, STRIDE: variant}
     if sooner:
         variant, one = (without_equal_bits(each, entry.variants, entry.parameters) for each in (variant, one))
     return variant, {1: one} if apart and variant not in ONE_ROW and one in ONE_ROW else {}

@@ -23,6 +23,7 @@ from ..engines import ONE_ROW, Engine
 from ..engines.base import BLOCK, PADDING, CommittingEngine, FeatureEngine, TreeEngine
 from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
+from ..engines.strides import STRIDES
 from ..errors import EngineError, ExportError
 from .golden import Truth
 from .writing import Progress
@@ -93,7 +94,8 @@ def check_graph(
     ``lean`` as for ``open_session``. Raises ExportError (ImprecisionError below fp32) naming both if it is not what the
     precision of ``entry`` explains, or the engine cannot run it."""
     named = f"{entry.architecture}, {step}"
-    there = dataclasses.replace(entry, variants={variant: FileEntry(graph.name, "", 0)})
+    graphs = {variant: graph.name} | ({"gqa": graph.name.replace(STRIDES, "gqa")} if variant == STRIDES else {})
+    there = dataclasses.replace(entry, variants={name: FileEntry(file, "", 0) for name, file in graphs.items()})
     try:
         engine = SlotEngine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant, lean=lean)
         try:

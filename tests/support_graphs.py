@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,21 @@ from leadout.engines import Engine
 from leadout.engines.base import FROM_TWO
 from leadout.engines.ort import SlotEngine
 from leadout.engines.rounding import even_widths
+from leadout.engines.strides import STRIDE, STRIDES
 from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.graphs.quantize import quantize
+from leadout.export.graphs.strides import to_strides
 from leadout.export.graphs.tree import to_tree, to_tree_gqa
 
 Array = NDArray[Any]
 
-LOWERINGS = {"gqa": to_gqa, "gqa_even": to_gqa_even, "grouped": to_grouped, "nonpad": to_nonpad}
+LOWERINGS = {
+    "gqa": to_gqa,
+    "gqa_even": to_gqa_even,
+    "grouped": to_grouped,
+    "nonpad": to_nonpad,
+    STRIDES: partial(to_strides, width=STRIDE),
+}
 BRANCHING = {"tree": to_tree, "tree_gqa": to_tree_gqa}
 
 
