@@ -22,6 +22,7 @@ from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
 from ..engines.base import FROM_TWO, CommittingEngine, FeatureEngine, Features, Widths
 from ..engines.golden import TOLERANCE, Golden
+from ..engines.strides import STRIDE_ROWS
 from ..errors import EngineError
 from .device import cores
 from .divergence import NEAR_TIE, first_divergence
@@ -107,12 +108,12 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
 
 
 def exact_graphs(model: Model, threads: int) -> dict[str, Widths]:
-    """The graphs that exact answers of one row and of many rows use on this processor, and the widths of their steps.
+    """The graphs that exact answers of one row, some and many use on this processor, and the widths of their steps.
     Raises EngineError if there are none."""
     engine = open_engine(model, threads=threads, exact=True)
     found = {}
     try:
-        for rows in (1, 2):
+        for rows in (1, 2, STRIDE_ROWS):
             engine.reset(rows)
             found[getattr(engine, "variant", "canonical")] = engine.spec.widths
     finally:
