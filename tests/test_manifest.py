@@ -96,7 +96,8 @@ def layer(**changes: int) -> list[dict[str, int]]:
         (of_target(variants={}), "variants: 'canonical' is missing"),
         (
             of_target(variants={"warp": {"file": "a", "sha256": "", "bytes": 1}}),
-            "variants: unknown option 'warp' (known: canonical, gqa, gqa_even, grouped, nonpad, tree, tree_gqa)",
+            "variants: unknown option 'warp'"
+            " (known: canonical, gqa, gqa_even, grouped, nonpad, tree, tree_gqa, strides)",
         ),
         (
             of_target(dialect="genai", variants={"gqa": {"file": "a", "sha256": "", "bytes": 1}}),

@@ -25,6 +25,7 @@ from support_runtime import (
 )
 from test_api import PROMPT, make
 
+from leadout.engines.base import READ_ALONE
 from leadout.engines.toy import ToyEngine, mixed_law, table_law
 from leadout.errors import UsageError
 from leadout.runtime import admission
@@ -282,7 +283,8 @@ def test_equal_prompts_are_fed_once():
 
 @pytest.mark.parametrize("variant", ["nonpad", "auto"])
 def test_a_copied_row_has_the_bits_of_one_that_was_fed(tiny_bundle, variant):
-    rows = [[(7 * i + j) % 512 for j in range(length)] for i, length in enumerate((31, 3, 57))]
+    """That is, together: a long prompt that is read alone has its own in the graph for one row (test_prompts)."""
+    rows = [[(7 * i + j) % 512 for j in range(length)] for i, length in enumerate((31, 3, READ_ALONE - 2))]
     with load(tiny_bundle, variant=variant) as pair:
         stepper = Stepper(pair.target, "target", exact=True)
         for prompts in ([rows[i] for i in (0, 1, 0, 2, 1, 0)], [[5]] * 6):
