@@ -359,7 +359,7 @@ class SlotEngine:
         return CudaBuffer(self._cuda, shape, dtype)
 
     def _choose(self, batch: int) -> str:
-        return choose(self._model.entry.variants, batch, self._provider, self._alone, self._pinned)
+        return choose(self._model.entry, batch, self._provider, self._alone, self._pinned)
 
     def _graphs(self) -> tuple[str, dict[int, str]]:
         sooner = not self.even and self._pinned == "auto"

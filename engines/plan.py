@@ -162,7 +162,7 @@ def _at_once(model: ModelEntry, load: Load) -> int:
     """Tokens of the widest step, in all rows: of prompts, or of drafts."""
     spec, rows, context = ModelSpec.of(model, ANY, trees=False), load.batch, load.context
     read = rows * min(MAX_STEP if load.built else spec.chunk(rows), context)
-    one = variants.choose(model.variants, 1, load.provider, variants.SOONEST)
+    one = variants.choose(model, 1, load.provider, variants.SOONEST)
     if rows > 1 and load.provider == "cpu" and one in ONE_ROW and not spec.recurrent:  # ``SlotEngine.reads_alone``
         read = max(min(spec.chunk(1), context), min(read, rows * (READ_ALONE - 1)))
     return max(read, rows * (load.draft_length + 1))
@@ -202,7 +202,7 @@ def _weights(model: ModelEntry, load: Load) -> int:
         stored += model.parameters // 32 * 4  # packed beside them: what each block of 32 sums to
     # One row and many take two graphs of the bundle, and each session packs the weights for itself.
     exact = model.directory != "draft"  # bits are a target's concern
-    return stored * variants.sessions(model.variants, load.batch, model.parameters, exact=exact)
+    return stored * variants.sessions(model, load.batch, exact=exact)
 
 
 def _hidden(model: ModelEntry) -> float:

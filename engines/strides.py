@@ -8,9 +8,9 @@ import numpy as np
 
 from .base import Logits, Tokens
 
-# The variant for so many rows and more (export.graphs.strides), and how many tokens of each its steps take, no more and
-# no fewer; others are taken one by one, by a graph for one row. Of fewer rows wide steps gain more, and a graph that
-# takes any width does them sooner.
+# The variant for so many rows and more, of a small model half as many (export.graphs.strides), and how many tokens of
+# each its steps take, no more and no fewer; others are taken one by one, by a graph for one row. Of fewer rows wide
+# steps gain more, and a graph that takes any width does them sooner.
 STRIDES, STRIDE, STRIDE_ROWS = "strides", 4, 8
 
 

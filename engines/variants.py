@@ -30,24 +30,26 @@ def require_possible(model: Model, provider: str, pinned: str) -> None:
         raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
 
 
-def choose(have: Collection[str], rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:
-    """For ``rows`` rows on ``provider``, of the variants that a bundle has, ``pinned`` unless that is "auto"; ``alone``
-    is what one row on a CPU takes, best first. Raises EngineError for a pinned one that takes fewer rows."""
+def choose(entry: ModelEntry, rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:
+    """For ``rows`` rows on ``provider``, of the variants that there are, ``pinned`` unless that is "auto"; ``alone`` is
+    what one row on a CPU takes, best first. Raises EngineError for a pinned one that takes fewer rows."""
     if pinned in ONE_ROW and rows > 1:
         raise EngineError(f"variant '{pinned}' takes one row, not {rows}: use variant 'grouped' or 'auto'")
     if pinned != "auto":
         return pinned
     if provider not in ("cpu", "cuda"):
         return "canonical"
-    strides = rows >= STRIDE_ROWS and alone == ROUNDING_ALIKE and "gqa_even" in have
+    have = entry.variants
+    enough = STRIDE_ROWS // 2 if entry.parameters <= _SMALL else STRIDE_ROWS
+    strides = rows >= enough and alone == ROUNDING_ALIKE and "gqa_even" in have
     many = (STRIDES, *WITHOUT_REST) if strides else WITHOUT_REST
     wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else many
     return next((name for name in wanted if name in have), "canonical")
 
 
-def without_equal_bits(variant: str, have: Collection[str], parameters: int) -> str:
+def without_equal_bits(variant: str, entry: ModelEntry) -> str:
     """The graph in the place of ``variant`` while no step has to round like another."""
-    return "gqa" if variant == "gqa_even" and "gqa" in have and parameters <= _SMALL else variant
+    return "gqa" if variant == "gqa_even" and "gqa" in entry.variants and entry.parameters <= _SMALL else variant
 
 
 def graphs(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bool) -> tuple[str, dict[int, str]]:
@@ -58,7 +60,7 @@ def graphs(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bo
         one = next(name for name in ("gqa_even", "gqa") if name in entry.variants)
         return one, {1: one, STRIDE: variant}
     if sooner:
-        variant, one = (without_equal_bits(each, entry.variants, entry.parameters) for each in (variant, one))
+        variant, one = (without_equal_bits(each, entry) for each in (variant, one))
     return variant, {1: one} if apart and variant not in ONE_ROW and one in ONE_ROW else {}
 
 
@@ -67,10 +69,9 @@ def branching(variant: str, have: Collection[str]) -> str:
     return "tree_gqa" if variant in ONE_ROW and "tree_gqa" in have else "tree"
 
 
-def sessions(have: Collection[str], rows: int, parameters: int, *, exact: bool) -> int:
+def sessions(entry: ModelEntry, rows: int, *, exact: bool) -> int:
     """How many sessions, each with weights of its own, an engine on a CPU comes to hold for batches of 1 and ``rows``
     rows that do not branch."""
     preferred = ROUNDING_ALIKE if exact else SOONEST
-    alone = choose(have, 1, "cpu", preferred)
-    many = choose(have, rows, "cpu", preferred)
-    return len({alone, without_equal_bits(alone, have, parameters), many})
+    one, many = (choose(entry, each, "cpu", preferred) for each in (1, rows))
+    return len({one, without_equal_bits(one, entry), many})

@@ -13,7 +13,7 @@ from test_mutants import Mutant, must_die
 from test_passes import lowered
 
 from leadout.bundle import Model
-from leadout.engines import ort
+from leadout.engines import ort, variants
 from leadout.engines import strides as striding
 from leadout.engines.base import ANY
 from leadout.engines.ort import SlotEngine
@@ -102,9 +102,12 @@ def who_takes_strides(model: Model) -> None:
     """An engine that must round alike, with many rows; whoever need not takes a token in each row the same way, and
     wider steps at once."""
     engine = exact(model)
-    for rows, variant in ((1, "gqa_even"), (2, "grouped"), (STRIDE_ROWS - 1, "grouped"), (STRIDE_ROWS, STRIDES)):
+    for rows, variant in ((1, "gqa_even"), (2, "grouped"), (3, "grouped"), (4, STRIDES), (STRIDE_ROWS, STRIDES)):
         engine.reset(rows)
         assert engine.variant == variant, rows
+    larger = dataclasses.replace(model.entry, parameters=(1 << 25) + 1)
+    for rows, variant in ((STRIDE_ROWS - 1, "grouped"), (STRIDE_ROWS, STRIDES)):
+        assert variants.choose(larger, rows, "cpu", variants.ROUNDING_ALIKE) == variant
     taken = {width: step.session for (_, width, *_), step in stepped(engine).items()}
     kept = engine._sessions.kept
     assert taken == {1: kept["gqa_even", False], STRIDE: kept[STRIDES, False]}
@@ -209,7 +212,7 @@ MUTANTS = [
     Mutant("all pieces where the first stands", ort, "in_strides", "past_lens + begin", "past_lens"),
     Mutant("logits of the first pieces", ort, "in_strides", "here - begin", "here"),
     Mutant("a token is shown twice", ort.SlotEngine, "_prepare", "np.array([1]) if special else", ""),
-    Mutant("few rows take them", ort, "choose", "rows >= STRIDE_ROWS", "rows > 1"),
+    Mutant("few rows take them", ort, "choose", "rows >= enough", "rows > 1"),
     Mutant("who need not round alike takes them", ort, "choose", "and alone == ROUNDING_ALIKE", ""),
     Mutant("a token among even ones", ort.SlotEngine, "_graphs", "uneven and self", "self"),
     Mutant("a row's short way", ort.SlotEngine, "row_logits", "or (self._native and width not in self._native)", ""),
