@@ -20,7 +20,7 @@ from .sessions import Sessions
 from .strides import STRIDES, in_strides
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
-from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, graphs, require_possible
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, graphs_of, require_possible
 
 _EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
@@ -30,8 +30,8 @@ class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
     ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (if ``exact``, what was found to
-    round alike on this processor: ``gqa_even``, ``gqa`` in steps of two and more, or ``grouped``), for many
-    ``grouped``, on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two variants
+    round alike on this processor: ``gqa_even``, ``gqa`` in steps of two and more, or ``grouped``), for more ``grouped``
+    (for many ``strides``), on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two
     differ in the last bits of their logits; with ``exact``, one variant never differs from itself (any batch, any
     capacity, the widths of ``spec.widths``). Raises EngineError where a pinned one cannot have that on this processor.
     TensorRT's providers take ``canonical`` alone: they misread the others in silence. Prompts of many rows may be read
@@ -365,7 +365,7 @@ class SlotEngine:
         sooner = not self.even and self._pinned == "auto"
         uneven = not self.even or self._spec.widths.narrowest > 1
         apart = uneven and self._provider == "cpu" and self._kept is None
-        return graphs(self._variant, self._choose(1), self._model.entry, sooner=sooner, apart=apart)
+        return graphs_of(self._variant, self._choose(1), self._model.entry, sooner=sooner, apart=apart)
 
     def _run_by(self, graph: str, of_width: dict[int, str]) -> None:
         self._session, self._of_width = self._sessions.open(graph), of_width

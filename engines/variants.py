@@ -52,7 +52,7 @@ def without_equal_bits(variant: str, entry: ModelEntry) -> str:
     return "gqa" if variant == "gqa_even" and "gqa" in entry.variants and entry.parameters <= _SMALL else variant
 
 
-def graphs(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bool) -> tuple[str, dict[int, str]]:
+def graphs_of(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart: bool) -> tuple[str, dict[int, str]]:
     """The graph of steps that do not branch, where ``choose`` says ``variant`` for all rows and ``one`` for one; and
     those that take steps of certain widths in its place. ``sooner``: no step has to round like another; ``apart``: none
     of one token in many rows like wider ones, so that ``one`` may take it."""
