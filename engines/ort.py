@@ -255,14 +255,13 @@ class SlotEngine:
         self._sessions.clear()
         self.reset(1)
 
-    def _check_room(self, width: int, past_lens: Tokens) -> int:
-        """The longest row's length. Raises EngineError where the step needs more slots than there are."""
+    def _check_room(self, width: int, past_lens: Tokens) -> None:
+        """Raise EngineError where the step needs more slots than there are."""
         longest: int = max(past_lens.tolist())
         if longest + width > self._capacity:
             self._sessions.require_open()
             room = f"the cache of {self._capacity} slots: call reserve first"
             raise EngineError(f"{longest} + {width} tokens exceed {room}")
-        return longest
 
     def _step(self, *shape: Any) -> Step:
         if (step := self._steps.get(shape)) is None:

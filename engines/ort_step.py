@@ -181,8 +181,10 @@ class Step:
         self._bind_inputs()
         self._bind_outputs(logits)
         rows = self.tokens.shape[0]
+        present = presents(value.name for value in self.session.get_outputs())
         for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):
-            self._bind_cache(f"{i // 2}.{'value' if i % 2 else 'key'}", buffer)
+            part = f"{i // 2}.{'value' if i % 2 else 'key'}"
+            self._bind_cache(part, present[part], buffer)
         for read, written, old, new in beside:
             self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
             self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
@@ -226,11 +228,10 @@ class Step:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
 
-    def _bind_cache(self, part: str, buffer: Buffer) -> None:
-        """One buffer as ``past_key_values`` and as ``present``, each time that the graph gives it; ``part``: a layer
-        and key or value, like ``0.key``."""
+    def _bind_cache(self, part: str, names: Sequence[str], buffer: Buffer) -> None:
+        """One buffer as ``past_key_values`` and as the outputs ``names``; ``part``: a layer and key or value, like
+        ``0.key``."""
         rows, past = self.tokens.shape[0], f"past_key_values.{part}"
-        names = [value.name for value in self.session.get_outputs() if f"{value.name}.".startswith(f"present.{part}.")]
         if isinstance(buffer, HostBuffer):
             value = in_place(buffer.array[:rows])
             self.binding.bind_ortvalue_input(past, value)
@@ -247,6 +248,16 @@ class Step:
         address = self.cuda.allocate(array.nbytes)
         self.uploads.append((address, array))
         self.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
+
+
+def presents(outputs: Iterable[str]) -> dict[str, list[str]]:
+    """Of a graph's ``outputs`` those of each part of the cache (``0.key``): one, or in strides one for each token
+    (``present.0.key``, ``present.0.key.1``)."""
+    found: dict[str, list[str]] = {}
+    for kind, *rest in (name.split(".") for name in outputs):
+        if kind == "present":
+            found.setdefault(".".join(rest[:2]), []).append(".".join((kind, *rest)))
+    return found
 
 
 Shape = tuple[int, int, int | None, int, Turn]  # rows, tokens and wanted logits (None: all) a row, columns of the mask

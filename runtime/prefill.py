@@ -21,7 +21,8 @@ def prefill(stepper: Stepper, prompts: Sequence[Sequence[int]], held: int = 0) -
     first: dict[tuple[int, ...], int] = {}
     sources = [first.setdefault(tuple(prompt), len(first)) for prompt in prompts]
     rest = [prompt[held:] for prompt in first]
-    alone = {row: prompt for row, prompt in enumerate(rest) if stepper.reads_alone and len(prompt) >= READ_ALONE}
+    enough = READ_ALONE if stepper.reads_alone else ALL
+    alone = {row: prompt for row, prompt in enumerate(rest) if len(prompt) >= enough}
     together = [[] if row in alone else prompt for row, prompt in enumerate(rest)]
     if any(together):  # first, for its padding stands where the other rows begin
         stepper.last_logits(together, [held] * len(rest))

@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant("each piece anew", steps.Stepper, "read", "np.int64), past)", "np.int64), 0)"),
     Mutant("at once", steps.Stepper, "read", "chunk(1)", "max_context"),
     Mutant("without room for one slot more", steps.Stepper, "read", ") + 1) >", ") - 1) >"),
-    Mutant("short ones, too", prefilling, "prefill", ">= READ_ALONE", ">= 1"),
+    Mutant("short ones, too", prefilling, "prefill", ">= enough", ">= 1"),
     Mutant("together as well", prefilling, "prefill", "[] if row in alone else prompt", "prompt"),
     Mutant(
         "each of equal prompts",
