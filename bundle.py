@@ -39,7 +39,18 @@ PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
 DTYPES = ("float32", "float16")
 VARIANTS = {
-    "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa", "strides"),
+    "slots": (
+        "canonical",
+        "gqa",
+        "gqa_even",
+        "grouped",
+        "nonpad",
+        "tree",
+        "tree_gqa",
+        "strides",
+        "ragged_4",
+        "ragged_8",
+    ),
     "concat": ("canonical",),
     "genai": ("canonical",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .base import ModelSpec, Tokens
-from .memory import Buffer, HostBuffer
+from .memory import Buffer, HostBuffer, on_host
 from .ort_step import Step
 
 
@@ -33,5 +33,4 @@ def prompt_step(
 
 
 def _row(buffer: Buffer, row: int) -> HostBuffer:
-    assert isinstance(buffer, HostBuffer)
-    return HostBuffer(buffer.array[row : row + 1])
+    return HostBuffer(on_host(buffer)[row : row + 1])

@@ -20,7 +20,8 @@ Features = NDArray[np.floating[Any]]
 # Variants of a bundle's graph (export.graphs) that take one row, whose used length is then what attention
 # costs; and those that round alike in steps of every width, one token included.
 ONE_ROW = ("gqa", "gqa_even", "tree_gqa")
-EVEN = ("gqa_even", "grouped", "strides")
+EVEN = ("gqa_even", "grouped", "strides", "ragged_4", "ragged_8")
+RAGGED = {"ragged_4": 4, "ragged_8": 8}  # those whose steps bring each row as many tokens as it has, and to how many
 
 
 class LogitRow(Protocol):
@@ -41,6 +42,14 @@ class LogitRow(Protocol):
     def astype(self, dtype: Any, /) -> NDArray[Any]: ...
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
+
+
+class EachRow(Protocol):
+    """The logits of each row, [L, vocab_size], of rows that may have different L."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 class Logits(Protocol):
@@ -239,6 +248,19 @@ class ReadingEngine(Engine, Protocol):
         """Bring S tokens [S] to slots past_len .. past_len+S-1 of ``row``, and change nothing else that counts: one
         slot behind them may hold anything. Another graph may do it than ``forward``'s, and round in its own way.
         Raises EngineError as ``forward`` does."""
+        ...
+
+
+@runtime_checkable
+class RaggedEngine(Engine, Protocol):
+    """An engine whose steps may bring each row another number of tokens, at the price of those tokens."""
+
+    ragged: bool
+    """Whether they may, for as many rows as it was reset to."""
+
+    def forward_ragged(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> EachRow:
+        """``forward`` for pieces[b], not empty, in row b: all logits of each, [len(pieces[b]), vocab_size], with the
+        bits that a step of that row alone gives them. Raises EngineError as ``forward`` does."""
         ...
 
 

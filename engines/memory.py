@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..bundle import ModelEntry
 from ..errors import EngineError
-from .base import ONE_ROW
+from .base import ONE_ROW, RAGGED
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
@@ -23,7 +23,7 @@ _FINE_BUCKET, _COARSE_BUCKET, _GPU_BUCKET, _COARSE_FROM = 128, 512, 2048, 2048
 def steady(variant: str, provider: str) -> bool:
     """Whether the time of a step depends on the tokens a row holds and not on its capacity. It does so in graphs for
     one row, and in attention on a GPU (where CUDA graphs also are valid only while the cache stays in its place)."""
-    return variant in ONE_ROW or provider != "cpu"
+    return variant in (*ONE_ROW, *RAGGED) or provider != "cpu"
 
 
 def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
@@ -36,8 +36,8 @@ def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
 
 
 def buffer_slots(capacity: int, variant: str) -> int:
-    """The slots of the buffers: ``gqa_even`` writes one slot more, which no length counts, in steps of one token."""
-    return capacity + (variant == "gqa_even")
+    """The slots of the buffers: some write one slot more, which no length counts, in steps of one token."""
+    return capacity + (variant in ("gqa_even", *RAGGED))
 
 
 def logit_rows(wanted: int, batch: int) -> int:
@@ -147,6 +147,12 @@ class CudaBuffer:
 
     def close(self) -> None:
         self._cuda.free(self.pointer)
+
+
+def on_host(buffer: Buffer) -> NDArray[Any]:
+    """The array of a buffer that the host holds."""
+    assert isinstance(buffer, HostBuffer)
+    return buffer.array
 
 
 def fresh_cache(

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..bundle import Model
 from ..errors import EngineError, first_line
 from .alone import prompt_step
-from .base import EVEN, ONE_ROW, Features, Logits, ModelSpec, Sight, Tokens, Widths
+from .base import ONE_ROW, RAGGED, EachRow, Features, Logits, ModelSpec, Sight, Tokens, Widths
+from .kept import KeptSteps, make_room
 from .lazy import LogitStore
-from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, steady
-from .ort_step import KeptSteps, Step, make_room
+from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, on_host, steady
+from .ort_step import Step
+from .ragged import RaggedSteps
 from .recording import RECORDING
 from .rounding import even_widths, rounded_alike, uneven
 from .sessions import Sessions
 from .strides import STRIDES, in_strides
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
-from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, branching, choose, graphs_of, require_possible
+from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, Choice, branching, require_possible
 
 _EVEN_WIDTH, _PLACES = 2, 1 << 17  # the latter: positions that are copied, 1 MB; those of a longer text are counted
+T = TypeVar("T")
 NOTHING = np.zeros((1, 1, 1), np.float32)  # features beside any step, until others are given
 
 
 class SlotEngine:
     """The Engine for dialect ``slots``: ``present`` is bound to the address of ``past``, so nothing is copied.
 
-    ``variant`` "auto" takes, of those the bundle has, for one row on a CPU ``gqa`` (if ``exact``, what was found to
-    round alike on this processor: ``gqa_even``, ``gqa`` in steps of two and more, or ``grouped``), for more ``grouped``
-    (for many ``strides``), on other providers ``nonpad``, and else the nearest; any other name pins that graph. Two
-    differ in the last bits of their logits; with ``exact``, one variant never differs from itself (any batch, any
-    capacity, the widths of ``spec.widths``). Raises EngineError where a pinned one cannot have that on this processor.
-    TensorRT's providers take ``canonical`` alone: they misread the others in silence. Prompts of many rows may be read
-    row by row, by the graph for one. Steps that branch take ``tree_gqa`` where others take that graph, else ``tree``. A
-    token of a tree rounds as in a chain only if its slot is the same: sums over other slots have another order.
+    ``variant`` "auto" takes what ``variants`` says of those the bundle has; any other name pins that graph. Two differ
+    in the last bits of their logits (ragged ones and those for one row do not); with ``exact``, one never differs from
+    itself (any batch, any capacity, the widths of ``spec.widths``). Raises EngineError where a pinned one cannot have
+    that on this processor. A token of a tree rounds as in a chain only if its slot is the same.
 
     On cuda steps run as CUDA graphs, a graph a shape, all but prompts, steps that branch and those of models with
     features or recurrent layers.
@@ -52,15 +52,15 @@ class SlotEngine:
         exact: bool = False,
         lean: bool = False,
     ) -> None:
-        self._model, self._provider, self._pinned = model, provider, variant
+        self._model, self._provider = model, provider
         self._sessions = Sessions(model, provider=provider, threads=threads, lean=lean)
         self._pages = self._sessions.pages
-        self._alone: tuple[str, ...] = ROUNDING_ALIKE if exact else SOONEST
         require_possible(model, provider, variant)
         entry = model.entry
+        self._choice = Choice(entry, provider, variant, ROUNDING_ALIKE if exact else SOONEST)
         self._kept = entry.recurrence
         trees = provider in ("cpu", "cuda") and not {"tree", "tree_gqa"}.isdisjoint(entry.variants)
-        self._spec = ModelSpec.of(entry, Widths(self._narrowest()), trees=trees)
+        self._spec = ModelSpec.of(entry, Widths(self._choice.narrowest), trees=trees)
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
         self._session: Any = None  # of the graph in use; graphs of some widths; all widths that there are, if not any
@@ -105,7 +105,7 @@ class SlotEngine:
     def graphs(self, wanted: bool) -> None:
         self._sessions.want_graphs(wanted)
         self._kept_steps.forget()
-        self._run_by(*self._graphs())
+        self._run_by(*self._choice.graphs(self._variant, self.even, self._spec.widths))
 
     @property
     def graph_error(self) -> str:
@@ -126,7 +126,7 @@ class SlotEngine:
     @even.setter
     def even(self, wanted: bool) -> None:
         self._least_width[0] = _EVEN_WIDTH if wanted else 1
-        self._run_by(*self._graphs())
+        self._run_by(*self._choice.graphs(self._variant, self.even, self._spec.widths))
 
     @property
     def resets(self) -> int | None:
@@ -137,7 +137,12 @@ class SlotEngine:
     @property
     def reads_alone(self) -> bool:
         """See ReadingEngine."""
-        return self._batch > 1 and self._provider == "cpu" and self._kept is None and self._choose(1) in ONE_ROW
+        return self._batch > 1 and self._provider == "cpu" and self._kept is None and self._choice.of(1) in ONE_ROW
+
+    @property
+    def ragged(self) -> bool:
+        """See RaggedEngine."""
+        return self._variant in RAGGED and self._batch > 1
 
     @property
     def variant(self) -> str:
@@ -148,9 +153,27 @@ class SlotEngine:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         self._check_room(tokens.shape[1], past_lens)
         self._pages.settle()
+        if self.ragged and len(tokens) > 1 and tokens.shape[1] not in self._of_width:
+            return self._taken(partial(self._many().take_alike, tokens, past_lens, logit_index))
         if self._native and tokens.shape[1] not in self._native:
             return in_strides(self._forward, self._native, tokens, past_lens, logit_index)
         return self._forward(tokens, past_lens, logit_index)
+
+    def forward_ragged(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> EachRow:
+        """See RaggedEngine.forward_ragged."""
+        past, width = max(zip(past_lens, map(len, pieces), strict=True), key=sum)
+        self._check_room(width, np.array([past]))
+        self._pages.settle()
+        return self._taken(partial(self._many().take, pieces, past_lens))
+
+    def _many(self) -> RaggedSteps:
+        return self._kept_steps.ragged(self._variant, self._sessions.open, self._cache, self._spec)
+
+    def _taken(self, step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except Exception as error:  # as in ``_run``
+            raise self._failed(error) from error
 
     def _forward(self, tokens: Tokens, past_lens: Tokens, logit_index: Tokens | None) -> Logits:
         (rows, width), longest = tokens.shape, max(past_lens.tolist())
@@ -168,8 +191,7 @@ class SlotEngine:
 
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         """See RowEngine.row_logits. The step is one that ``forward`` may take, too."""
-        width = len(tokens)
-        end, some = past_len + width, last and width > 1
+        end, some = past_len + (width := len(tokens)), last and width > 1
         if end > self._capacity or end > self._row_limit or (self._native and width not in self._native):
             index = np.full((1, 1), width - 1, np.int64) if some else None
             return self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), index)
@@ -181,10 +203,7 @@ class SlotEngine:
         ids, places = step.ids, step.places
         for i, token in enumerate(tokens):  # after a target's step numpy's code is out of the cache: none is called
             ids[i], places[i] = token, past_len + i
-        try:
-            step.run()
-        except Exception as error:  # onnxruntime's own exceptions share no base class below this
-            raise self._failed(error) from error
+        self._taken(step.run)
         assert step.logits is not None
         return step.logits
 
@@ -192,15 +211,13 @@ class SlotEngine:
         """See ReadingEngine.read."""
         self._check_room(len(tokens), np.array([past_len]))
         self._pages.settle()
-        session = self._sessions.open(self._choose(1))
+        session = self._sessions.open(self._choice.of(1))
         self._run(prompt_step(session, self._cache, row, tokens, past_len, self._least_width, self._spec))
 
     def features(self, row: int, start: int, stop: int) -> Features:
         """See FeatureEngine.features."""
         self._sessions.require_open()
-        kept = self._cache[-1]
-        assert isinstance(kept, HostBuffer)
-        return kept.array[row, 0, start:stop]
+        return on_host(self._cache[-1])[row, 0, start:stop]
 
     def beside(self, features: Features) -> None:
         """See FeatureEngine.beside."""
@@ -232,18 +249,13 @@ class SlotEngine:
         """See CommittingEngine.earliest."""
         return self._trails.anchors[row]
 
-    def _narrowest(self) -> int:
-        """The least width whose steps the graphs in use were made to let round like all wider ones."""
-        many = self._pinned if self._pinned in ONE_ROW else self._choose(2)
-        return 1 if self._provider == "cpu" and {self._choose(1), many} <= {*EVEN} else 2
-
     def _settle(self) -> None:
         """Keep to graphs and widths that do round alike on this processor."""
-        found = even_widths(self, self._narrowest())
-        if self._pinned == "auto" and found is None:
+        found, free = even_widths(self, self._choice.narrowest), self._choice.pinned == "auto"
+        if free and found is None:
             self._take(WITHOUT_REST)
-            found = even_widths(self, self._narrowest())
-        elif self._pinned == "auto" and found != Widths(1) and self._variant == "gqa_even":
+            found = even_widths(self, self._choice.narrowest)
+        elif free and found != Widths(1) and self._variant == "gqa_even":
             self._take(SOONEST)  # gqa: wider steps need no graph of their own
         if found is None:
             raise uneven(f"{self._model.folder.name} ({self._variant})")
@@ -251,17 +263,16 @@ class SlotEngine:
 
     def _take(self, alone: tuple[str, ...]) -> None:
         """Another preference for one row's graph."""
-        self._alone = alone
+        self._choice.alone = alone
         self._sessions.clear()
         self.reset(1)
 
     def _check_room(self, width: int, past_lens: Tokens) -> None:
         """Raise EngineError where the step needs more slots than there are."""
-        longest: int = max(past_lens.tolist())
-        if longest + width > self._capacity:
+        if (longest := max(past_lens.tolist())) + width > self._capacity:
             self._sessions.require_open()
-            room = f"the cache of {self._capacity} slots: call reserve first"
-            raise EngineError(f"{longest} + {width} tokens exceed {room}")
+            room = f"{self._capacity} slots: call reserve first"
+            raise EngineError(f"{longest} + {width} tokens exceed the cache of {room}")
 
     def _step(self, *shape: Any) -> Step:
         if (step := self._steps.get(shape)) is None:
@@ -307,7 +318,7 @@ class SlotEngine:
         if batch < 1:
             raise EngineError(f"batch must be at least 1, not {batch}")
         self._resets, self._told[0] = self._resets + 1, NOTHING
-        variant = self._choose(batch)
+        variant = self._choice.of(batch)
         least = bucket(1, coarse=(keeps := steady(variant, self._provider)))
         fewer = self._provider != "cpu" and self._batch and batch <= self._cache[0].shape[0]
         if (batch == self._batch or fewer) and variant == self._variant and (keeps or self._capacity == least):
@@ -317,17 +328,16 @@ class SlotEngine:
         self._sessions.open(variant)
         self._release()
         self._variant, self.even = variant, True  # in this order
-        slots = buffer_slots(least, variant)
-        self._cache.extend(fresh_cache(self._model.entry, self._session, (batch, slots), self._zeros))
+        rows = batch, buffer_slots(least, variant)
+        self._cache.extend(fresh_cache(self._model.entry, self._session, rows, self._zeros))
         self._trails = Trails(self._kept, batch)
         self._batch, self._capacity = batch, least  # last: no row, until all caches are there
 
     def copy_row(self, source: int, destination: int) -> None:
         """See Engine.copy_row."""
         self._sessions.require_open()
-        for row in (source, destination):
-            if not 0 <= row < self._batch:
-                raise EngineError(f"row {row} is not one of the engine's {self._batch} (0 to {self._batch - 1})")
+        if others := [row for row in (source, destination) if not 0 <= row < self._batch]:
+            raise EngineError(f"row {others[0]} is not one of the engine's {self._batch} (0 to {self._batch - 1})")
         for buffer in self._cache:
             buffer.copy_row(source, destination)
         self._trails.copy_row(source, destination)
@@ -356,15 +366,6 @@ class SlotEngine:
             self._cuda = Cuda()
             self._device_logits = LogitStore(self._cuda, self._spec.vocab_size)
         return CudaBuffer(self._cuda, shape, dtype)
-
-    def _choose(self, batch: int) -> str:
-        return choose(self._model.entry, batch, self._provider, self._alone, self._pinned)
-
-    def _graphs(self) -> tuple[str, dict[int, str]]:
-        sooner = not self.even and self._pinned == "auto"
-        uneven = not self.even or self._spec.widths.narrowest > 1
-        apart = uneven and self._provider == "cpu" and self._kept is None
-        return graphs_of(self._variant, self._choose(1), self._model.entry, sooner=sooner, apart=apart)
 
     def _run_by(self, graph: str, of_width: dict[int, str]) -> None:
         self._session, self._of_width = self._sessions.open(graph), of_width

@@ -19,12 +19,10 @@ from .memory import Buffer, CudaBuffer, HostBuffer
 from .providers import onnxruntime
 from .recording import RECORDING, OneThread
 from .tensorrt.cuda import Cuda
-from .trails import Turn
 
 WIDEST_GRAPH, MOST_GRAPHS = 64, 256
 _RUNS_TO_RECORD = 3  # one to allocate, one that is recorded, one that replays
 _NO_GRAPH = "-1"
-_KEPT_STEPS, _MANY_STEPS = 32, 256
 
 
 @dataclasses.dataclass(slots=True)
@@ -258,33 +256,6 @@ def presents(outputs: Iterable[str]) -> dict[str, list[str]]:
         if kind == "present":
             found.setdefault(".".join(rest[:2]), []).append(".".join((kind, *rest)))
     return found
-
-
-Shape = tuple[int, int, int | None, int, Turn]  # rows, tokens and wanted logits (None: all) a row, columns of the mask
-
-
-class KeptSteps:
-    """Steps that were bound, by the graphs in use and their shape: valid while the cache stays where it is."""
-
-    def __init__(self) -> None:
-        self._by_graphs: dict[tuple[str, ...], dict[Shape, Step]] = {}
-
-    def of(self, *graphs: str) -> dict[Shape, Step]:
-        """Those of ``graphs``, to be added to."""
-        return self._by_graphs.setdefault(graphs, {})
-
-    def forget(self) -> None:
-        """Let go of all."""
-        for steps in self._by_graphs.values():
-            while steps:
-                steps.popitem()[1].free()
-
-
-def make_room(steps: dict[Shape, Step], *, many: bool) -> None:
-    """Let go of one, if there are as many as are kept: of the widest, for a prompt's width seldom comes again, a
-    draft's does. ``many``: each is a graph, or what is read again makes it another."""
-    if len(steps) >= (_MANY_STEPS if many else _KEPT_STEPS):
-        steps.pop(max(steps, key=lambda kept: kept[1])).free()
 
 
 def graph_options(number: int | None) -> Any:

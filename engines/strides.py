@@ -8,10 +8,10 @@ import numpy as np
 
 from .base import Logits, Tokens
 
-# The variant for so many rows and more, of a small model half as many (export.graphs.strides), and how many tokens of
-# each its steps take, no more and no fewer; others are taken one by one, by a graph for one row. Of fewer rows wide
-# steps gain more, and a graph that takes any width does them sooner.
-STRIDES, STRIDE, STRIDE_ROWS = "strides", 4, 8
+# The variant for so many rows and more of a model of so many parameters at most, and how many tokens of each its steps
+# take, no more and no fewer; others are taken one by one, by a graph for one row. Of fewer rows, and of larger models,
+# wide steps gain more, and those of ``ragged.py`` are sooner.
+STRIDES, STRIDE, STRIDE_ROWS, STRIDE_PARAMETERS = "strides", 4, 8, 1 << 25
 
 
 def strides(width: int, native: Collection[int]) -> list[int]:

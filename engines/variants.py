@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 from ..bundle import Model, ModelEntry
 from ..errors import EngineError, UsageError
-from .base import ONE_ROW
-from .strides import STRIDE, STRIDE_ROWS, STRIDES
+from .base import EVEN, ONE_ROW, RAGGED, Widths
+from .strides import STRIDE, STRIDE_PARAMETERS, STRIDE_ROWS, STRIDES
 
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
 # those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
@@ -24,15 +25,20 @@ def require_possible(model: Model, provider: str, pinned: str) -> None:
         raise UsageError(f"variant '{pinned}': provider '{provider}' takes canonical alone")
     if pinned != "auto":
         model.path(pinned)
-    if pinned == STRIDES and model.entry.variants.keys().isdisjoint(ONE_ROW):
-        raise UsageError(f"variant '{pinned}' takes steps of {STRIDE} tokens; {model.folder.name} has no graph for one")
+    if pinned in (STRIDES, *RAGGED) and model.entry.variants.keys().isdisjoint(ONE_ROW):
+        raise UsageError(
+            f"variant '{pinned}' leaves steps of one row to a graph that {model.folder.name} does not have"
+        )
     if model.entry.recurrence is not None and provider != "cpu":
         raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
 
 
 def choose(entry: ModelEntry, rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:
     """For ``rows`` rows on ``provider``, of the variants that there are, ``pinned`` unless that is "auto"; ``alone`` is
-    what one row on a CPU takes, best first. Raises EngineError for a pinned one that takes fewer rows."""
+    what one row on a CPU takes, best first. More take the smallest of the ragged ones that has room for all, or the
+    largest again and again; or, where their attention would round by what is left over, ``grouped``. Many rows of a
+    small model that must round alike take strides. TensorRT's providers take ``canonical`` alone: they misread others
+    in silence. Raises EngineError for a pinned one that takes fewer rows."""
     if pinned in ONE_ROW and rows > 1:
         raise EngineError(f"variant '{pinned}' takes one row, not {rows}: use variant 'grouped' or 'auto'")
     if pinned != "auto":
@@ -40,11 +46,40 @@ def choose(entry: ModelEntry, rows: int, provider: str, alone: Sequence[str], pi
     if provider not in ("cpu", "cuda"):
         return "canonical"
     have = entry.variants
-    enough = STRIDE_ROWS // 2 if entry.parameters <= _SMALL else STRIDE_ROWS
-    strides = rows >= enough and alone == ROUNDING_ALIKE and "gqa_even" in have
-    many = (STRIDES, *WITHOUT_REST) if strides else WITHOUT_REST
+    many: tuple[str, ...] = WITHOUT_REST
+    if alone != WITHOUT_REST and "gqa_even" in have:
+        many = (*(name for name, most in RAGGED.items() if rows <= most), max(RAGGED, key=RAGGED.__getitem__), *many)
+        small = entry.parameters <= STRIDE_PARAMETERS
+        many = (STRIDES, *many) if small and rows >= STRIDE_ROWS and alone == ROUNDING_ALIKE else many
     wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else many
     return next((name for name in wanted if name in have), "canonical")
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """``choose`` and ``graphs_of`` for one engine: what they ask, but for the rows."""
+
+    entry: ModelEntry
+    provider: str
+    pinned: str
+    alone: Sequence[str]
+
+    def of(self, rows: int) -> str:
+        """The variant of so many rows."""
+        return choose(self.entry, rows, self.provider, self.alone, self.pinned)
+
+    @property
+    def narrowest(self) -> int:
+        """The least width whose steps the graphs in use were made to let round like all wider ones."""
+        many = self.pinned if self.pinned in ONE_ROW else self.of(2)
+        return 1 if self.provider == "cpu" and {self.of(1), many} <= {*EVEN} else 2
+
+    def graphs(self, variant: str, even: bool, widths: Widths) -> tuple[str, dict[int, str]]:
+        """Those of steps that must round alike or (not ``even``) need not; ``widths`` are those that do."""
+        sooner = not even and self.pinned == "auto"
+        uneven = not even or widths.narrowest > 1
+        apart = uneven and self.provider == "cpu" and self.entry.recurrence is None
+        return graphs_of(variant, self.of(1), self.entry, sooner=sooner, apart=apart)
 
 
 def without_equal_bits(variant: str, entry: ModelEntry) -> str:
@@ -56,12 +91,16 @@ def graphs_of(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart:
     """The graph of steps that do not branch, where ``choose`` says ``variant`` for all rows and ``one`` for one; and
     those that take steps of certain widths in its place. ``sooner``: no step has to round like another; ``apart``: none
     of one token in many rows like wider ones, so that ``one`` may take it."""
+    many = variant not in ONE_ROW
+    if variant == STRIDES or one not in ONE_ROW:
+        one = next((name for name in ("gqa_even", "gqa") if name in entry.variants), one)
     if variant == STRIDES:
-        one = next(name for name in ("gqa_even", "gqa") if name in entry.variants)
         return one, {1: one, STRIDE: variant}
+    if variant in RAGGED:  # which takes all steps of several rows, and none of one
+        variant = one
     if sooner:
         variant, one = (without_equal_bits(each, entry) for each in (variant, one))
-    return variant, {1: one} if apart and variant not in ONE_ROW and one in ONE_ROW else {}
+    return variant, {1: one} if apart and many and one in ONE_ROW else {}
 
 
 def branching(variant: str, have: Collection[str]) -> str:

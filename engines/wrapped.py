@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 from .base import (
     CommittingEngine,
+    EachRow,
     Engine,
     EvenEngine,
     FeatureEngine,
     Features,
     Logits,
     ModelSpec,
+    RaggedEngine,
     ReadingEngine,
     RowStep,
     Sight,
@@ -101,6 +103,16 @@ class Wrapped:
         assert isinstance(self.engine, ReadingEngine)
         with self.step(1, len(tokens), past_len):
             self.engine.read(row, tokens, past_len)
+
+    @property
+    def ragged(self) -> bool:
+        """``RaggedEngine.ragged``, if the engine has it."""
+        return getattr(self.engine, "ragged", False)
+
+    def forward_ragged(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> EachRow:
+        assert isinstance(self.engine, RaggedEngine)
+        with self.step(len(pieces), -(-sum(map(len, pieces)) // len(pieces)), past_lens[0]):
+            return self.engine.forward_ragged(pieces, past_lens)
 
     def features(self, row: int, start: int, stop: int) -> Features:
         assert isinstance(self.engine, FeatureEngine)

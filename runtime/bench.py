@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..engines import Engine, Logits, Tokens
-from ..engines.base import Sight
+from ..engines.base import EachRow, Sight
 from ..engines.providers import version_of
 from ..engines.wrapped import Wrapped
 from .controller.costs import Costs, Step
@@ -58,6 +58,12 @@ class Timed(Wrapped):
     def forward_tree(self, tokens: Tokens, past_lens: Tokens, sees: Sight) -> Logits:
         start = perf_counter()
         logits = super().forward_tree(tokens, past_lens, sees)
+        self._spans.append((start, perf_counter()))
+        return logits
+
+    def forward_ragged(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> EachRow:
+        start = perf_counter()
+        logits = super().forward_ragged(pieces, past_lens)
         self._spans.append((start, perf_counter()))
         return logits
 

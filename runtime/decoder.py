@@ -10,7 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
-from ..engines.base import Engine, Logits
+from ..engines.base import EachRow, Engine
 from ..errors import UsageError
 from . import judging
 from .admission import Admission, check_request
@@ -190,7 +190,7 @@ class Decoder:
         if any(row.settings.seed is not None and not row.sampler.deterministic for row in rows):
             self._begin_anew()  # a held cache came from other steps: its last bits are not those of a fresh one
         self._prefill(rows)
-        self._pace.prices.begin(self._target.widths)
+        self._pace.prices.begin(self._target.widths, ragged=self._target.ragged)
         for row in rows:
             if row.cascade is not None:
                 row.cascade.begin(row.sequence.tokens)
@@ -289,7 +289,7 @@ class Decoder:
                 row.cascade.settle_on(plan)
         return best
 
-    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> Logits:
+    def _forward(self, rows: list[Row], drafts: list[Draft], clock: Stopwatch) -> EachRow:
         pieces = [[row.sequence.tokens[-1], *draft.tokens] for row, draft in zip(rows, drafts, strict=True)]
         past = [row.sequence.cached for row in rows]
         before = self._recording("target")
@@ -297,7 +297,7 @@ class Decoder:
         if self._branch(drafts):
             width = max(map(len, pieces))
             sees = np.stack([trees.ancestry(draft.parents or [], width) for draft in drafts])
-            logits = self._target.tree_logits(pieces, past, sees)
+            logits: EachRow = self._target.tree_logits(pieces, past, sees)
         elif self.ahead is None:
             logits = self._target.all_logits(pieces, past)
         else:
@@ -308,7 +308,7 @@ class Decoder:
         return logits
 
     def _verify(
-        self, this: Round, rows: list[Row], drafts: list[Draft], logits: Logits, clock: Stopwatch
+        self, this: Round, rows: list[Row], drafts: list[Draft], logits: EachRow, clock: Stopwatch
     ) -> list[verify.Verdict]:
         verdicts = [judging.judge(*each) for each in zip(rows, drafts, logits, strict=True)]
         lengths = [len(draft.tokens) for draft in drafts]
@@ -318,7 +318,7 @@ class Decoder:
                 row.cascade.observe(fed, [*draft.tokens[: verdict.accepted], verdict.token], logits[place], lengths)
         clock.lap("verify")
         if not self._branch(drafts):
-            width, took = self._target.widths.holding(max(lengths) + 1), clock.spent("target", "verify") - self._once
+            width, took = self._pace.prices.step_width(lengths), clock.spent("target", "verify") - self._once
             drafted = any(lengths)
             modelled = drafted and any(draft.tokens and draft.by == "model" for draft in drafts)
             step = len(rows), width, took, self._pace.prices.past

@@ -10,6 +10,7 @@ import numpy as np
 from ..engines.base import (
     ANY,
     CommittingEngine,
+    EachRow,
     Engine,
     EvenEngine,
     FeatureEngine,
@@ -17,6 +18,7 @@ from ..engines.base import (
     KeepingEngine,
     LogitRow,
     Logits,
+    RaggedEngine,
     ReadingEngine,
     RecordingEngine,
     RowStep,
@@ -53,6 +55,7 @@ class Stepper:
         self._evens = engine if isinstance(engine, EvenEngine) else None
         self._keeping = engine if isinstance(engine, KeepingEngine) else None
         self._reading = engine if isinstance(engine, ReadingEngine) else None
+        self._ragged = engine if isinstance(engine, RaggedEngine) else None
         self._committing = engine if engine.spec.recurrent and isinstance(engine, CommittingEngine) else None
         self._even, self._held = True, Held()
         self._resets: int | None = None  # of the engine, when it was last reset for one text
@@ -98,14 +101,22 @@ class Stepper:
         """Let no later text go on from what the cache holds."""
         self._held = Held()
 
-    def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> Logits:
-        """Append pieces[b] (not empty) to row b; logits [B, widest, V], where only [b, :len(pieces[b])] is meant."""
+    @property
+    def ragged(self) -> bool:
+        """Whether a step costs by the tokens that it brings all rows, and not by those of the longest piece."""
+        return self._ragged is not None and self._ragged.ragged
+
+    def all_logits(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> EachRow:
+        """Append pieces[b] (not empty) to row b; logits of each row, [>= len(pieces[b]), V], where only the first
+        len(pieces[b]) are meant."""
         if len(pieces) == 1 and self._fits(width := len(pieces[0])) and not leaves_one(width):
             if self._row_step is not None and past[0] + width <= self.engine.capacity:
                 return self._row_logits(self._row_step, pieces[0], past[0], False)
             return self._forward(pieces, past, width, None)
         widths = [len(piece) for piece in pieces]
         width = max(widths)
+        if self.ragged and (width > 1 or not self._fits(1)):
+            return self._apart(pieces, past)
         if width == 1:
             return self._one_token(pieces, past)
         if self._recording is not None or (min(widths) == width and self._fits(width)):
@@ -131,6 +142,14 @@ class Stepper:
             return self._ending(pieces, past, counts)
         logits: Logits = self._row_logits(step, piece, past[0], False)[:, len(piece) - counts[0] :]
         return logits
+
+    def _apart(self, pieces: Sequence[Sequence[int]], past: Sequence[int]) -> EachRow:
+        engine = self._ragged
+        assert engine is not None
+        with self._saying(f"in a step of {sum(map(len, pieces))} tokens in {len(pieces)} rows"):
+            if (need := max(map(sum, zip(past, map(len, pieces), strict=True)))) > engine.capacity:
+                engine.reserve(need)
+            return engine.forward_ragged(pieces, past)
 
     def _ending(self, pieces: Sequence[Sequence[int]], past: Sequence[int], counts: Sequence[int]) -> Logits:
         longest, past = max(map(len, pieces)), list(past)

@@ -15,12 +15,13 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 
 from leadout.bundle import CacheShape, Model, ModelEntry, file_entry
 from leadout.engines import Engine
-from leadout.engines.base import FROM_TWO
+from leadout.engines.base import FROM_TWO, RAGGED
 from leadout.engines.ort import SlotEngine
 from leadout.engines.rounding import even_widths
 from leadout.engines.strides import STRIDE, STRIDES
 from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.graphs.quantize import quantize
+from leadout.export.graphs.ragged import to_ragged
 from leadout.export.graphs.strides import to_strides
 from leadout.export.graphs.tree import to_tree, to_tree_gqa
 
@@ -32,6 +33,7 @@ LOWERINGS = {
     "grouped": to_grouped,
     "nonpad": to_nonpad,
     STRIDES: partial(to_strides, width=STRIDE),
+    **{name: partial(to_ragged, rows=rows) for name, rows in RAGGED.items()},
 }
 BRANCHING = {"tree": to_tree, "tree_gqa": to_tree_gqa}
 
@@ -231,6 +233,12 @@ def write(c: Shape, folder: Path, precision: str = "fp32") -> Model:
             ir.save(variant, folder / f"model.{name}.onnx")
             variants[name] = file_entry(folder / f"model.{name}.onnx")
     return Model(folder, entry(c, precision, variants))
+
+
+def without_ragged(model: Model) -> Model:
+    """The same of an older bundle, which has no graphs for ragged rows."""
+    kept = {name: file for name, file in model.entry.variants.items() if name not in RAGGED}
+    return Model(model.folder, dataclasses.replace(model.entry, variants=kept))
 
 
 def entry(c: Shape, precision: str, variants: dict[str, Any]) -> ModelEntry:

@@ -22,7 +22,7 @@ from leadout.runtime.controller.costs import Costs
 from leadout.runtime.controller.joint import NOBODY, Plan
 from leadout.runtime.controller.kinds import Kind
 from leadout.runtime.controller.policy import AutoLength, Pace
-from leadout.runtime.controller.prices import Prices
+from leadout.runtime.controller.prices import Prices, at
 from leadout.runtime.controller.rounds import Round
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.drafters.free import Calibrated, Record
@@ -414,3 +414,32 @@ def test_rows_of_a_batch_pay_for_what_the_draft_model_then_lacks():
         prices = Prices(reading(price, per_draft=0.1))
         chosen[price] = [plan.by for plan in joint.together([model, model], Round(2), prices)]
     assert chosen[0.0] == chosen[0.04] == ["suffix"] * 2 and chosen[0.2] == ["model"] * 2
+
+
+def test_ragged_rows_pay_for_the_tokens_that_there_are():
+    """Four rows of which one guesses six tokens: a rectangle is seven wide for all, ragged rows bring ten in all."""
+    guess = Plan("suffix", (1, 2, 3, 4, 5, 6), expected=(1.0, 1.6, 2.1, 2.5, 2.8, 3.0, 3.1))
+    prices = Prices(FixedCosts(per_token=0.1, per_draft=0.5))
+    alone = [guess, NOBODY, NOBODY, NOBODY]
+    assert [plan.drafts for plan in joint.together(alone, Round(4), prices)] == [0, 0, 0, 0]
+    assert prices.together([6, 0, 0, 0], None) == pytest.approx(1.6)
+    assert prices.step_width([6, 0, 0, 0]) == 7
+    prices.begin(ANY, ragged=True)
+    this = Round(4)
+    assert [plan.drafts for plan in joint.together(alone, this, prices)] == [4, 0, 0, 0], "the last two are unlikely"
+    assert prices.together([6, 0, 0, 0], None) == pytest.approx(1.15) and prices.drafted([6, 0, 0, 0]) == 1.5
+    assert prices.together([6, 0, 0, 2], 2) == pytest.approx(1.2 + 2 * 0.5)
+    assert this.otherwise == pytest.approx((4 + 0.5 * 1.8) / 1.1)
+    assert prices.step_width([6, 0, 0, 0]) == 3 and prices.step_width([0, 0]) == 1, "the next whole width"
+    prices.begin(FROM_TWO, ragged=True)
+    assert prices.step_width([0, 0]) == 2 and prices.step_width([4, 0]) == 3
+    assert at([1.0, 2.0, 5.0], 1.25) == 2.75 and at([1.0, 2.0], 1) == 2.0
+
+
+def test_a_ragged_row_pays_for_what_it_drafted_itself():
+    chooser, _ = cascade([7, 8], costs=FixedCosts(per_token=0.2), rate=0.99)
+    choose(chooser, 8, 0)
+    assert chooser._savings([6, 0, 0, 2], 3, 6) == pytest.approx(0.5 * 2.0 / 4 - 1.2 / 2)
+    chooser._pace.prices.begin(ANY, ragged=True)
+    assert chooser._savings([6, 0, 0, 2], 3, 6) == pytest.approx(0.5 * 2.0 / 4 - 0.4 * 6 / 8)
+    assert chooser._savings([6, 0, 0, 2], 3, 2) == pytest.approx(0.5 * 2.0 / 4 - 0.4 * 2 / 8)

@@ -52,7 +52,7 @@ def test_it_computes_the_model_and_picks_its_variant(engine: SlotEngine) -> None
     assert engine.variant == "gqa" and engine.spec.vocab_size == C.vocab
     assert np.abs(engine.forward(row, START)[0] - reference(C, row[0])).max() < 2e-5
     engine.reset(2)
-    assert engine.variant == "grouped" and engine.batch == 2 and engine.spec.widths.narrowest == 2
+    assert engine.variant == "ragged_4" and engine.batch == 2 and engine.spec.widths.narrowest == 2
     assert np.abs(engine.forward(np.repeat(row, 2, 0), at(0, 0))[1] - reference(C, row[0])).max() < 2e-5
 
 
@@ -138,7 +138,7 @@ def test_ragged_rows_equal_each_row_alone(models: dict[str, Model], precision: s
         single = SlotEngine(models[precision], variant="grouped")
         single.forward(row[None, :length], START)
         alone.append(single.forward(row[None, length : length + width], at(length))[0].copy())
-    engine = SlotEngine(models[precision])
+    engine = SlotEngine(models[precision], variant="grouped")
     engine.reset(3)
     engine.forward(rows[:, :17], at(0, 0, 0), np.array([[16], [2], [8]]))
     new = np.stack([row[n : n + width] for row, n in zip(rows, lengths, strict=True)])
@@ -150,7 +150,7 @@ def test_exactness_asks_for_the_variants_that_round_alike(models: dict[str, Mode
     assert engine.variant == ("gqa_even" if fused else "grouped")  # type: ignore[attr-defined]
     assert engine.spec.widths.narrowest == 1
     engine.reset(2)
-    assert engine.variant == "grouped"  # type: ignore[attr-defined]
+    assert engine.variant == ("ragged_4" if fused else "grouped")  # type: ignore[attr-defined]
     older = write(C, tmp_path)
     kept = {name: older.entry.variants[name] for name in ("canonical", "gqa", "nonpad")}
     old = SlotEngine(Model(older.folder, dataclasses.replace(older.entry, variants=kept)), exact=True)
@@ -457,7 +457,8 @@ def test_a_closed_engine_says_so(engine: SlotEngine) -> None:
 def test_variants_that_cannot_be(models: dict[str, Model]) -> None:
     with pytest.raises(
         BundleError,
-        match=r"no graph variant 'flat' \(it has: canonical, gqa, gqa_even, grouped, nonpad, strides, tree, tree_gqa\)",
+        match=r"no graph variant 'flat' \(it has: canonical, gqa, gqa_even, grouped, nonpad, ragged_4, ragged_8,"
+        r" strides, tree, tree_gqa\)",
     ):
         SlotEngine(models["fp32"], variant="flat")
     pinned = SlotEngine(models["fp32"], variant="gqa")
@@ -545,7 +546,7 @@ def test_cuda_that_falls_back_is_an_error(models: dict[str, Model], monkeypatch:
 
 
 def test_a_prompt_s_binding_makes_room_not_a_draft_s(engine: SlotEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ort_step, "_KEPT_STEPS", 4)
+    monkeypatch.setattr("leadout.engines.kept._KEPT_STEPS", 4)
     row, fresh = tokens(C, 1, 40), []
     engine.forward(row, START)  # all share its logits
     for width in (1, 2, 3, 20, 30, 40):

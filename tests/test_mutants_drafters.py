@@ -87,6 +87,8 @@ def asking_pays_or_sleeps(monkeypatch):
     test_vigil.test_asking_is_settled_in_steps_alone_and_a_row_pays_its_part_of_a_wide_one()
     test_vigil.test_sleeping_drafters_are_neither_told_nor_scored_and_catch_up()
     test_vigil.test_answers_to_one_prompt_are_told_of_each_other_while_they_sleep()
+    test_cascade.test_ragged_rows_pay_for_the_tokens_that_there_are()
+    test_cascade.test_a_ragged_row_pays_for_what_it_drafted_itself()
     test_vigil.test_a_length_for_all_rows_is_no_try_of_a_row_it_does_not_pay_for()
 
 
@@ -221,7 +223,7 @@ MUTANTS = [
     Mutant("all sleep while the model rests", D, "_plan", "and all(map(dozes, rows))", ""),
     Mutant("they sleep while the model rests", cascade.Cascade, "dozes", "self._vigil.sleeps_on", "True"),
     Mutant("they never wake", vigil.Vigil, "tick", "self._sleep - 1", "self._sleep"),
-    Mutant("all rows begin by asking", vigil.Vigil, "__init__", "habit.rest + (habit.rest > 0)", "0"),
+    Mutant("all rows begin by asking", vigil.Vigil, "__init__", "habit.rest + paused", "0"),
     Mutant("a break never ends", vigil.Vigil, "tick", "self._habit.rest - 1", "self._habit.rest"),
     Mutant("every nap is a row that gave up", vigil.Vigil, "_rest", "if self._hopes", "if True"),
     Mutant("who was worth it is not asked", vigil.Habit, "pays", "_PATIENCE, 0, 0", "_PATIENCE, self.pause, self.rest"),
@@ -239,10 +241,16 @@ MUTANTS = [
         "siblings sleep too",
         cascade.Cascade,
         "take",
-        "self._tell_eager(tokens)\n        return",
-        "return",
+        "self._tell_eager(tokens)\n        self._glance",
+        "self._glance",
     ),
-    Mutant("a wide step is another row's", cascade.Cascade, "_savings", "max(drafts)", "0"),
+    Mutant("a wide step is another row's", cascade.Cascade, "_savings", "prices.drafted(drafts)", "0"),
+    Mutant("ragged rows wait for the longest", prices.Prices, "drafted", "if self.ragged", "if False"),
+    Mutant("all pay alike for ragged drafts", cascade.Cascade, "_savings", "own / max", "1 / max"),
+    Mutant("a mean is rounded down", prices.Prices, "step_width", "math.ceil(", "int("),
+    Mutant(
+        "rows stay ragged", prices.Prices, "begin", "self.widths, self.ragged = widths, ragged", "self.ragged = ragged"
+    ),
     Mutant(
         "guesses leave the model nothing to read",
         joint,

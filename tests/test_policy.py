@@ -211,7 +211,7 @@ def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     sure, unsure = [1 + 0.99 * length for length in range(17)], [1.0, 1.3]
 
     def longest(plans, fixed=0):
-        return cap(plans, seconds, fixed, 0.8)[1]
+        return cap(plans, lambda width: seconds[max(width, fixed)], 0.8)[1]
 
     assert longest([(sure, 16)]) == 16
     assert longest([(sure, 16), *[(unsure, 1)] * 7]) == 1, "the seven wait for nothing else"
@@ -220,7 +220,7 @@ def test_a_long_draft_of_one_row_is_cut_where_the_others_pay_for_it():
     ahead, none = ([1.0, 2.1], 1), ([1.0], 0)
     assert longest([ahead, *[none] * 3]) == 1 and longest([ahead, *[none] * 4]) == 0, "(1.1 * 0.8 + n) / 1.2 > n"
     assert longest([(sure, 16), *[(unsure, 1)] * 7], 12) == 12, "a fixed draft has made the step that wide"
-    assert cap([(sure, 16)], seconds, 0, 0.8)[0] == pytest.approx(sure[16] / seconds[16])
+    assert cap([(sure, 16)], seconds.__getitem__, 0.8)[0] == pytest.approx(sure[16] / seconds[16])
 
 
 def test_contexts_cost_alike_up_to_each_doubling():
@@ -269,7 +269,7 @@ def test_a_bill_is_what_was_counted_at_what_it_costs():
 
 
 def test_a_draft_longer_than_anything_is_expected_of_it_adds_nothing() -> None:
-    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], [1.0 + 0.01 * k for k in range(17)], 0, 0.8)[1] == 2
+    assert cap([([1.0, 1.4], 8), ([1.0, 1.9, 2.6], 2)], lambda k: 1.0 + 0.01 * k, 0.8)[1] == 2
 
 
 def test_what_drafting_costs_counts_for_more_than_it_is():

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
-from support_graphs import Shape, tokens, write
+from support_graphs import Shape, tokens, without_ragged, write
 from test_mutants import Mutant, must_die
 
 from leadout.bundle import Model
@@ -46,7 +46,7 @@ class Watched(Wrapped):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return write(C, tmp_path_factory.mktemp("model"))
+    return without_ragged(write(C, tmp_path_factory.mktemp("model")))
 
 
 def pieces_are_bounded_and_change_nothing(model: Model) -> None:
@@ -180,7 +180,7 @@ MUTANTS = [
     Mutant("the first row is read", alone, "_row", "row : row + 1", ":1"),
     Mutant("behind nothing", ort.SlotEngine, "read", "tokens, past_len, self", "tokens, 0, self"),
     Mutant("one row is read alone", ort.SlotEngine, "reads_alone", "self._batch > 1", "self._batch > 0"),
-    Mutant("by a graph of all rows", ort.SlotEngine, "reads_alone", " and self._choose(1) in ONE_ROW", ""),
+    Mutant("by a graph of all rows", ort.SlotEngine, "reads_alone", " and self._choice.of(1) in ONE_ROW", ""),
     Mutant("each piece anew", steps.Stepper, "read", "np.int64), past)", "np.int64), 0)"),
     Mutant("at once", steps.Stepper, "read", "chunk(1)", "max_context"),
     Mutant("without room for one slot more", steps.Stepper, "read", ") + 1) >", ") - 1) >"),

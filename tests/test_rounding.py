@@ -134,7 +134,7 @@ def test_what_a_stepper_asks_an_exact_target_for_rounds_alike(rows: int, precisi
         ends = [start + len(piece) for start, piece in zip(past, pieces, strict=True)]
         last = np.array(stepper.last_logits(pieces, past))
         assert np.array_equal(last, [row[end - 1] for row, end in zip(wanted, ends, strict=True)])
-        every = np.array(stepper.all_logits(pieces, past))
+        every = [np.array(each) for each in stepper.all_logits(pieces, past)]
         for row, start, end, found in zip(wanted, past, ends, every, strict=True):
             assert np.array_equal(found[: end - start], row[start:end])
         if rows == 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support_graphs import Shape, fused_is_even, op_counts, tokens, write
+from support_graphs import Shape, fused_is_even, op_counts, tokens, without_ragged, write
 from test_mutants import Mutant, must_die
 from test_passes import lowered
 
@@ -17,7 +17,7 @@ from leadout.engines import ort, variants
 from leadout.engines import strides as striding
 from leadout.engines.base import ANY
 from leadout.engines.ort import SlotEngine
-from leadout.engines.strides import STRIDE, STRIDE_ROWS, STRIDES
+from leadout.engines.strides import STRIDE, STRIDE_PARAMETERS, STRIDE_ROWS, STRIDES
 from leadout.errors import UsageError
 from leadout.export.graphs import strides as stride_graphs
 from leadout.export.graphs.variants import suits
@@ -104,14 +104,15 @@ def test_a_row_that_is_left_goes_on_as_it_was(models: dict[str, Model]) -> None:
 def who_takes_strides(model: Model) -> None:
     """An engine that must round alike, with many rows; whoever need not takes a token in each row the same way, and
     wider steps at once."""
-    larger = dataclasses.replace(model.entry, parameters=(1 << 25) + 1)
-    for entry, few in ((model.entry, 3), (larger, STRIDE_ROWS - 1)):
-        for rows, variant in ((1, "gqa_even"), (2, "grouped"), (few, "grouped"), (few + 1, STRIDES)):
-            assert variants.choose(entry, rows, "cpu", variants.ROUNDING_ALIKE) == variant, rows
-            assert variants.choose(entry, rows, "cpu", variants.SOONEST) != STRIDES
+    larger = dataclasses.replace(model.entry, parameters=STRIDE_PARAMETERS + 1)
+    for rows, variant in ((1, "gqa_even"), (STRIDE_ROWS - 1, "ragged_8"), (STRIDE_ROWS, STRIDES)):
+        assert variants.choose(model.entry, rows, "cpu", variants.ROUNDING_ALIKE) == variant, rows
+        assert variants.choose(larger, rows, "cpu", variants.ROUNDING_ALIKE) != STRIDES
+        assert variants.choose(model.entry, rows, "cpu", variants.SOONEST) != STRIDES
     engine = many(model)
     kept = engine._sessions.kept
     assert taken(engine) == {1: kept["gqa_even", False], STRIDE: kept[STRIDES, False]}
+    model = without_ragged(model)
     bare = SlotEngine(model)
     bare.reset(ROWS)
     kept = bare._sessions.kept
@@ -155,7 +156,7 @@ def test_strides_alone_cannot_be_pinned(models: dict[str, Model]) -> None:
     model = models["fp32"]
     few = {name: model.entry.variants[name] for name in ("canonical", "grouped", STRIDES)}
     alone = Model(model.folder, dataclasses.replace(model.entry, variants=few))
-    with pytest.raises(UsageError, match=r"takes steps of 4 tokens; .* has no graph for one"):
+    with pytest.raises(UsageError, match=r"leaves steps of one row to a graph that .* does not have"):
         SlotEngine(alone, variant=STRIDES)
     engine = SlotEngine(alone, exact=True)
     engine.reset(ROWS)
@@ -191,9 +192,9 @@ def test_each_token_has_its_own_node_and_finds_what_the_one_before_has_kept() ->
 
 
 def test_strides_are_for_small_targets(models: dict[str, Model]) -> None:
-    entry = dataclasses.replace(models["fp32"].entry, directory="target", parameters=1 << 28)
+    entry = dataclasses.replace(models["fp32"].entry, directory="target", parameters=STRIDE_PARAMETERS)
     assert suits(STRIDES, entry) and suits("tree", entry) and suits("gqa", entry)
-    for change in ({"directory": "draft"}, {"parameters": (1 << 28) + 1}):
+    for change in ({"directory": "draft"}, {"parameters": STRIDE_PARAMETERS + 1}):
         assert not suits(STRIDES, dataclasses.replace(entry, **change))
 
 
@@ -212,9 +213,9 @@ MUTANTS = [
     Mutant("all pieces where the first stands", ort, "in_strides", "past_lens + begin", "past_lens"),
     Mutant("logits of the first pieces", ort, "in_strides", "here - begin", "here"),
     Mutant("a token is shown twice", ort.SlotEngine, "_prepare", "np.array([1]) if special else", ""),
-    Mutant("few rows take them", variants, "choose", "rows >= enough", "rows > 1"),
+    Mutant("few rows take them", variants, "choose", "rows >= STRIDE_ROWS", "rows > 1"),
     Mutant("who need not round alike takes them", variants, "choose", "and alone == ROUNDING_ALIKE", ""),
-    Mutant("a token among even ones", ort.SlotEngine, "_graphs", "uneven and self", "self"),
+    Mutant("a token among even ones", variants.Choice, "graphs", "uneven and self", "self"),
     Mutant("a row's short way", ort.SlotEngine, "row_logits", "or (self._native and width not in self._native)", ""),
 ]
 

@@ -15,8 +15,9 @@ from ..drafters.forced import ForcedDrafter
 from ..drafters.free import Calibrated, FreeDrafter, Record, corrected
 from ..drafters.ngram import NgramDrafter
 from ..drafters.recycling import RecyclingDrafter, Successors
+from ..drafters.runs import OwnRuns
 from ..drafters.siblings import SiblingsDrafter
-from ..drafters.suffix import EarlierTexts, OwnText, SuffixPool
+from ..drafters.suffix import WINDOW, EarlierTexts, OwnText, SuffixPool
 from ..grammar import Grammar
 from ..settings import MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 from .easiness import Easiness
@@ -24,6 +25,7 @@ from .gain import BY_GUESSES, pays, worth
 from .joint import NOBODY, Plan, beside
 from .kinds import GREEDY, Kind
 from .policy import AutoLength, Pace
+from .prices import at
 from .rounds import Round
 from .unaided import Unaided, replayed
 from .vigil import Habit, Vigil
@@ -31,6 +33,7 @@ from .vigil import Habit, Vigil
 # The lengths that a guess may be cut to. Beyond 16 tokens only those whose step is a multiple of 8 wide: each width has
 # to be prepared by the engine, recorded on a GPU, and measured.
 _LENGTHS = frozenset((*range(MAX_DRAFT_LENGTH + 1), *range(23, MAX_GUESS_LENGTH + 1, 8)))
+_REPEATERS = OwnText, EarlierTexts, EditedCopy  # they have no guess where a text ends as none before
 _FLOOR = 0.05  # a guess ends once its chance to be accepted so far is below this: no step is that cheap
 
 
@@ -147,6 +150,7 @@ class Cascade:
         self._drafters = [experience.calibrated(each) for each in drafters]
         self._recycles = any(isinstance(each, RecyclingDrafter) for each in drafters)
         self._eager = [each.drafter for each in self._drafters if each.drafter.name == "siblings"]
+        self._runs = OwnRuns(WINDOW) if all(isinstance(each, _REPEATERS) for each in drafters) else None
         self._vigil = Vigil(experience.habit)
         self._known = 0  # tokens of the text that all free drafters know
         self._choice = Choice(Round())
@@ -159,6 +163,7 @@ class Cascade:
             return
         self._tell_eager(prompt)
         self._vigil.put_off(len(prompt) * self._experience.habit.reading / self._pace.prices.without_model(1)[0])
+        self._glance(prompt)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Take in the text at the end of a round. Siblings are always told now, so that rows that draft from each other
@@ -166,6 +171,7 @@ class Cascade:
         choice = self._choice
         if not choice.asked:
             self._tell_eager(tokens)
+            self._glance(tokens)
             return
         started = perf_counter()
         if choice.settles and choice.plan.by == "model" and (unaided := self._experience.unaided) is not None:
@@ -174,6 +180,13 @@ class Cascade:
         if choice.settles:
             spent = self._pace.prices.costs.usual(choice.spent + (perf_counter() - started))
             self._vigil.settle(choice.saved or 0.0, spent, chosen=choice.saved is not None)
+
+    def _glance(self, tokens: Sequence[int]) -> None:
+        """Let free drafters that are about to wake sleep on where the end of the text is new to all of them."""
+        if not self._vigil.is_due or self._runs is None:
+            return
+        if not (self._runs.repeat(tokens) or self._commons.pool.runs.end(tokens)):
+            self._vigil.sleep_on()
 
     def _tell_all(self, tokens: Sequence[int]) -> None:
         for each in self._drafters:
@@ -269,18 +282,23 @@ class Cascade:
         if choice.settles:
             choice.spent += perf_counter() - started
             if choice.plan.tokens and len(fed) > 1:
-                choice.saved = self._savings(drafts or [len(fed) - 1], len(new))
+                choice.saved = self._savings(drafts or [len(fed) - 1], len(new), len(fed) - 1)
 
-    def _savings(self, drafts: Sequence[int], tokens: int) -> float:
+    def _savings(self, drafts: Sequence[int], tokens: int, own: int = 0) -> float:
         """Seconds that this row's guess saved: the row's share of the time that its tokens would have taken otherwise,
         less its share of what the wider step took longer, and of the reading that the draft model, if it would have
         been asked, still has to do. Counts steps alone, for the host's time is what asking costs."""
-        rows, steps, promised = len(drafts), self._pace.prices.steps(len(drafts)), self._choice.otherwise
-        plain, longer = steps[0], steps[max(drafts)] - steps[0]
+        prices, rows, promised = self._pace.prices, len(drafts), self._choice.otherwise
+        steps = prices.steps(rows)
+        plain, longer = steps[0], at(steps, prices.drafted(drafts)) - steps[0]
+        if prices.ragged:  # each row makes the step longer by what it drafted itself
+            longer *= own / max(1, sum(drafts))
+        else:
+            longer /= rows - drafts.count(0)
         otherwise = min(1.0, 1.0 / (plain * promised)) if promised else 1.0
         gained = worth([tokens * otherwise, *[1.0] * (rows - 1)], BY_GUESSES) - rows
-        missed = self._pace.prices.missed(rows, tokens) / rows if promised else 0.0
-        return gained * plain / rows - longer / (rows - drafts.count(0)) - missed
+        missed = prices.missed(rows, tokens) / rows if promised else 0.0
+        return gained * plain / rows - longer - missed
 
     def _catch_up(self, tokens: Sequence[int]) -> None:
         """Tell the free drafters of the text that was written while they slept."""

@@ -3,7 +3,7 @@ length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # What a token counts for that a row of a batch writes beyond what the slowest row writes. Such a row ends sooner, but
 # the batch lasts as long as its slowest row, and a step of fewer rows saves only 0.5 to 0.75 of the share of those that
@@ -14,19 +14,18 @@ _MARGIN = 1.1
 
 
 def cap(
-    plans: Sequence[tuple[Sequence[float], int]], seconds: Sequence[float], fixed: int, ahead: float
+    plans: Sequence[tuple[Sequence[float], int]], seconds: Callable[[int], float], ahead: float
 ) -> tuple[float, int]:
-    """The longest draft that pays for rows that share a step, for the step is as wide for all as for the longest:
-    argmax of (what the expected tokens of all are worth) / (expected seconds). That maximum, then the length.
+    """The longest draft that pays for rows that share a step: argmax of (what the expected tokens of all are worth) /
+    (expected seconds). That maximum, then the length.
 
     ``plans``: of each row the expected tokens of drafts of 0, 1, 2, ... (as long as anything is added) and the length
-    it wants (0 where there is nothing to cut); ``seconds`` of a round with drafts of 0..63; ``fixed``: the longest
-    draft that may not be cut; ``ahead`` as for ``worth``.
+    it wants (0 where there is nothing to cut); ``seconds(longest)`` of a round whose drafts are cut to that; ``ahead``
+    as for ``worth``.
     """
     longest = max(length for _, length in plans)
     speeds = [
-        worth([expected[min(width, length, len(expected) - 1)] for expected, length in plans], ahead)
-        / seconds[max(width, fixed)]
+        worth([expected[min(width, length, len(expected) - 1)] for expected, length in plans], ahead) / seconds(width)
         for width in range(longest + 1)
     ]
     best = max(speeds)

@@ -79,10 +79,13 @@ def beside(speed: float, tokens: float, missed: float) -> float:
 
 def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
     """The plans, cut to the length that is best for all, and what they are worth then, in tokens a second."""
-    rows, modelled = len(plans), any(plan.length for plan in plans)
-    seconds = prices.with_model(rows) if modelled else prices.without_model(rows)
-    ahead = BY_DRAFTS if modelled else BY_GUESSES
+    modelled = any(plan.length for plan in plans)
     wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
-    fixed = max((plan.drafts for plan in plans if plan.whole), default=0)
-    speed, longest = cap(wanted, seconds, fixed, ahead)
+
+    def seconds(longest: int) -> float:
+        cut = [plan.cut(longest) for plan in plans]
+        by_model = max(plan.length for plan in cut) if modelled else None
+        return prices.together([plan.drafts for plan in cut], by_model)
+
+    speed, longest = cap(wanted, seconds, BY_DRAFTS if modelled else BY_GUESSES)
     return speed, [plan.cut(longest) for plan in plans]

@@ -3,6 +3,9 @@ several rounds at once, for that takes its time and costs change slowly."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from ...engines.base import ANY, Widths
 from ..settings import MAX_GUESS_LENGTH
 from .costs import UNKNOWN, Costs
@@ -11,25 +14,42 @@ _A_PROMPT = 16  # tokens: of fewer, what one takes is mostly what a step does
 _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something else
 
 
+def at(seconds: Sequence[float], drafted: float) -> float:
+    """The ``seconds`` of a step or a round by drafted tokens a row, of which there may be a fraction on average."""
+    whole = int(drafted)
+    part = drafted - whole
+    return seconds[whole] + (part * (seconds[whole + 1] - seconds[whole]) if part else 0.0)
+
+
 class Prices:
     """Expected seconds of rounds, by how many rows share the step; relative ones (``UNKNOWN``) while none is measured.
     ``past``: the mean context of the rows. ``widths``: those of the target's steps, which depend on the
-    requests. ``reading``: the draft model's seconds for a token of a prompt, 0 while it has read none. ``rereads``:
+    requests. ``ragged``: steps of several rows cost by the tokens of all, and not by those of the longest draft.
+    ``reading``: the draft model's seconds for a token of a prompt, 0 while it has read none. ``rereads``:
     whether it reads the accepted tokens of its drafts again."""
 
     def __init__(self, costs: Costs, widths: Widths = ANY) -> None:
-        self.costs, self.widths, self.past = costs, widths, 0
+        self.costs, self.widths, self.past, self.ragged = costs, widths, 0, False
         self.reading, self.rereads = 0.0, False
         self._steps: dict[int, list[float]] = {}
         self._without: dict[int, list[float]] = {}
         self._with: dict[int, list[float]] = {}
         self._missed: dict[int, float] = {}
 
-    def begin(self, widths: Widths) -> None:
-        """New requests begin, whose target takes steps of these widths alone."""
-        if widths != self.widths:
-            self.widths = widths
+    def begin(self, widths: Widths, *, ragged: bool = False) -> None:
+        """New requests begin, whose target takes steps of these widths alone, ``ragged`` or not."""
+        if (widths, ragged) != (self.widths, self.ragged):
+            self.widths, self.ragged = widths, ragged
             self.renew()
+
+    def drafted(self, drafts: Sequence[int]) -> float:
+        """By how many drafted tokens a row a step is priced that verifies ``drafts``: those of the longest, where rows
+        are ragged those that there are on average."""
+        return sum(drafts) / len(drafts) if self.ragged else max(drafts)
+
+    def step_width(self, drafts: Sequence[int]) -> int:
+        """Among the steps of which width the one that verifies ``drafts`` is counted."""
+        return self.widths.holding(math.ceil(self.drafted(drafts)) + 1)
 
     def renew(self) -> None:
         """All is looked up anew when it is asked for next."""
@@ -61,6 +81,13 @@ class Prices:
             known[0] -= max(0.0, self.costs.host(rows) - self.costs.quiet(rows))
             self._with[rows] = known
         return known
+
+    def together(self, drafts: Sequence[int], by_model: int | None) -> float:
+        """Seconds of a round that verifies ``drafts``, the longest of the draft model's ``by_model`` tokens (None: it
+        is not asked)."""
+        rows, without = len(drafts), self.without_model(len(drafts))
+        extra = 0.0 if by_model is None else self.with_model(rows)[by_model] - without[by_model]
+        return extra + at(without, self.drafted(drafts))
 
     def again(self, rows: int, written: float) -> float:
         """Seconds by which the draft model's next draft is longer after a round of its own that wrote ``written``

@@ -64,7 +64,7 @@ class Vigil:
     def __init__(self, habit: Habit) -> None:
         self._habit = habit
         paused = habit.pause > 0
-        self._sleep, self._nap = habit.rest + (habit.rest > 0), _LONGEST_NAP if paused else _FIRST_NAP
+        self._sleep, self._nap = habit.rest + paused, _LONGEST_NAP if paused else _FIRST_NAP
         self._patience, self._wakes = 1 if paused else habit.patience, paused
         self._hopes = True  # it has not given up, or was worth it since
         self._saved = self._asked = 0.0
@@ -78,6 +78,15 @@ class Vigil:
     def sleeps_on(self) -> bool:
         """Whether they will not be asked in the next round either."""
         return self._sleep > 1
+
+    @property
+    def is_due(self) -> bool:
+        """Whether they sleep, and will be asked in the next round."""
+        return self._sleep == 1
+
+    def sleep_on(self) -> None:
+        """They would be asked in vain: let them sleep for a little longer."""
+        self._sleep += _FIRST_NAP
 
     def tick(self) -> None:
         """A round begins."""

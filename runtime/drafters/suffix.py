@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from .automaton import Automaton
 from .edits import EditedCopy
 from .free import Candidate
+from .runs import Runs
 
 WINDOW = 16384  # tokens a generation: a text, and the pool, keep the last one to two of these
 _HOPS = 8  # contexts of the last token that learn what follows, longest first; repetitive text has one for each token
@@ -171,11 +172,13 @@ class SuffixPool:
         self._window = window
         self._waiting: list[tuple[int, ...]] = []
         self._generations = [SuffixAutomaton()]
+        self.runs = Runs(window)  # of all texts, those that wait as well
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take a finished text in, or the end of one that is longer than the window. It is indexed when it is first
         looked for: an answer that is finished need not wait."""
         self._waiting.append((*tokens[-self._window + 1 :], _END))
+        self.runs.add(tokens[-self._window + 1 :])
         while sum(map(len, self._waiting[1:])) >= 2 * self._window:  # of what came before these nothing would be kept
             del self._waiting[0]
 
