@@ -38,19 +38,9 @@ ROLES = ("target", "draft")
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "int2")
 DEFAULT_TEMPLATE = "default"  # the name of a conversation's template, if there are several
 DTYPES = ("float32", "float16")
+RAGGED = ("ragged_4", "ragged_8", "ragged_16")  # by how many rows they take
 VARIANTS = {
-    "slots": (
-        "canonical",
-        "gqa",
-        "gqa_even",
-        "grouped",
-        "nonpad",
-        "tree",
-        "tree_gqa",
-        "strides",
-        "ragged_4",
-        "ragged_8",
-    ),
+    "slots": ("canonical", "gqa", "gqa_even", "grouped", "nonpad", "tree", "tree_gqa", *RAGGED),
     "concat": ("canonical",),
     "genai": ("canonical",),
 }

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import bundle
 from ..bundle import ModelEntry
 
 Tokens = NDArray[np.int64]
@@ -18,10 +19,11 @@ Sight = NDArray[np.bool_]
 Features = NDArray[np.floating[Any]]
 
 # Variants of a bundle's graph (export.graphs) that take one row, whose used length is then what attention
-# costs; and those that round alike in steps of every width, one token included.
+# costs; those whose steps bring each row as many tokens as it has, and how many rows these may be; and those that round
+# alike in steps of every width, one token included.
 ONE_ROW = ("gqa", "gqa_even", "tree_gqa")
-EVEN = ("gqa_even", "grouped", "strides", "ragged_4", "ragged_8")
-RAGGED = {"ragged_4": 4, "ragged_8": 8}  # those whose steps bring each row as many tokens as it has, and to how many
+RAGGED = {name: int(name.removeprefix("ragged_")) for name in bundle.RAGGED}
+EVEN = ("gqa_even", "grouped", *RAGGED)
 
 
 class LogitRow(Protocol):

@@ -8,15 +8,14 @@ from typing import Any
 
 from ..bundle import ModelEntry
 from ..errors import BundleError
-
-_PARTS = 3  # of a name: past_key_values.0.key is that of all rows, or of one (past_key_values.0.key.3)
+from .memory import NAMED
 
 
 def require_declared(entry: ModelEntry, session: Any, graph: str) -> None:
     """Raise BundleError unless ``session``, of the file ``graph``, has what ``entry`` says a model keeps: caches of as
     many layers, heads and numbers, states, trails, features and logits. (Sizes that a graph leaves open are any.)"""
     values = (*session.get_inputs(), *session.get_outputs())
-    declared = {".".join(value.name.split(".")[:_PARTS]): value.shape for value in values}
+    declared = {".".join(value.name.split(".")[:NAMED]): value.shape for value in values}
     for name, sizes in _wanted(entry):
         if name not in declared:
             raise _otherwise(graph, f"it says there is {name}, the graph has none")

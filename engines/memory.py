@@ -16,6 +16,7 @@ from .base import ONE_ROW, RAGGED
 from .tensorrt.cuda import Cuda
 
 _DTYPES: dict[str, np.dtype[Any]] = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
+NAMED = 3  # parts of a name: past_key_values.0.key is that of all rows, or of one (past_key_values.0.key.3)
 _DRAFTED, _GUESSED = 17, 64
 _FINE_BUCKET, _COARSE_BUCKET, _GPU_BUCKET, _COARSE_FROM = 128, 512, 2048, 2048
 
@@ -23,7 +24,7 @@ _FINE_BUCKET, _COARSE_BUCKET, _GPU_BUCKET, _COARSE_FROM = 128, 512, 2048, 2048
 def steady(variant: str, provider: str) -> bool:
     """Whether the time of a step depends on the tokens a row holds and not on its capacity. It does so in graphs for
     one row, and in attention on a GPU (where CUDA graphs also are valid only while the cache stays in its place)."""
-    return variant in (*ONE_ROW, *RAGGED) or provider != "cpu"
+    return variant in ONE_ROW or provider != "cpu"
 
 
 def bucket(slots: int, *, coarse: bool, gpu: bool = False) -> int:
@@ -162,7 +163,8 @@ def fresh_cache(
     each layer; last, if there are any, the host's for features, as wide as a cache of one head. One by one, so that
     those there are can be let go of where memory is too short for all."""
     rows, slots = shape
-    types = {value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())}
+    values = (*session.get_inputs(), *session.get_outputs())
+    types = {".".join(value.name.split(".")[:NAMED]): value.type for value in values}
     for i, layer in enumerate(entry.cache):
         for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
             yield zeros((rows, layer.heads, slots, dim), cache_dtype(types[f"past_key_values.{i}.{kind}"]))

@@ -11,7 +11,7 @@ import numpy as np
 from ..bundle import Model
 from ..errors import EngineError, first_line
 from .alone import prompt_step
-from .base import ONE_ROW, RAGGED, EachRow, Features, Logits, ModelSpec, Sight, Tokens, Widths
+from .base import MOST_ROWS, ONE_ROW, RAGGED, EachRow, Features, Logits, ModelSpec, Sight, Tokens, Widths
 from .kept import KeptSteps, make_room
 from .lazy import LogitStore
 from .memory import Buffer, CudaBuffer, HostBuffer, bucket, buffer_slots, fresh_cache, logit_rows, on_host, steady
@@ -20,7 +20,6 @@ from .ragged import RaggedSteps
 from .recording import RECORDING
 from .rounding import even_widths, rounded_alike, uneven
 from .sessions import Sessions
-from .strides import STRIDES, in_strides
 from .tensorrt.cuda import Cuda
 from .trails import NO_TURN, Trails, Turn
 from .variants import ROUNDING_ALIKE, SOONEST, WITHOUT_REST, Choice, branching, require_possible
@@ -63,9 +62,9 @@ class SlotEngine:
         self._spec = ModelSpec.of(entry, Widths(self._choice.narrowest), trees=trees)
         self._places = np.arange(min(entry.max_context, _PLACES))
         self._row_limit = entry.max_context if provider == "cpu" and self._kept is None else 0
-        self._session: Any = None  # of the graph in use; graphs of some widths; all widths that there are, if not any
+        self._session: Any = None  # of the graph in use; graphs of some widths
         self._of_width: dict[int, str] = {}
-        self._native: tuple[int, ...] = ()
+        self._ragged_from = MOST_ROWS + 1  # so many rows, by the graph for ragged ones
         self._kept_steps = KeptSteps()
         self._cache: list[Buffer] = []
         self._trails = Trails(self._kept, 0)
@@ -153,10 +152,8 @@ class SlotEngine:
         """See Engine.forward. A step of a shape seen before costs the host a few array copies."""
         self._check_room(tokens.shape[1], past_lens)
         self._pages.settle()
-        if self.ragged and len(tokens) > 1 and tokens.shape[1] not in self._of_width:
+        if len(tokens) >= self._ragged_from and tokens.shape[1] not in self._of_width:
             return self._taken(partial(self._many().take_alike, tokens, past_lens, logit_index))
-        if self._native and tokens.shape[1] not in self._native:
-            return in_strides(self._forward, self._native, tokens, past_lens, logit_index)
         return self._forward(tokens, past_lens, logit_index)
 
     def forward_ragged(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> EachRow:
@@ -192,7 +189,7 @@ class SlotEngine:
     def row_logits(self, tokens: Sequence[int], past_len: int, last: bool) -> Logits:
         """See RowEngine.row_logits. The step is one that ``forward`` may take, too."""
         end, some = past_len + (width := len(tokens)), last and width > 1
-        if end > self._capacity or end > self._row_limit or (self._native and width not in self._native):
+        if end > self._capacity or end > self._row_limit or self._ragged_from == 1:
             index = np.full((1, 1), width - 1, np.int64) if some else None
             return self.forward(np.array([tokens], np.int64), np.array([past_len], np.int64), index)
         if (step := self._steps.get((1, width, 1 if some else None, 0, NO_TURN))) is None:
@@ -369,7 +366,7 @@ class SlotEngine:
 
     def _run_by(self, graph: str, of_width: dict[int, str]) -> None:
         self._session, self._of_width = self._sessions.open(graph), of_width
-        self._native = tuple(of_width) if self._variant == STRIDES else ()
+        self._ragged_from = 1 if graph in RAGGED else 2 if self._variant in RAGGED else MOST_ROWS + 1
         self._steps = self._kept_steps.of(graph, *of_width.values())
 
     def _prepare(self, rows: int, width: int, wanted: int | None, seen: int, turn: Turn) -> Step:

@@ -179,10 +179,8 @@ class Step:
         self._bind_inputs()
         self._bind_outputs(logits)
         rows = self.tokens.shape[0]
-        present = presents(value.name for value in self.session.get_outputs())
         for i, buffer in enumerate(cache if self.kept is None else cache[:-1]):
-            part = f"{i // 2}.{'value' if i % 2 else 'key'}"
-            self._bind_cache(part, present[part], buffer)
+            self._bind_cache(part_of(i), buffer)
         for read, written, old, new in beside:
             self.binding.bind_ortvalue_input(read, in_place(old.array[:rows]))
             self.binding.bind_ortvalue_output(written, in_place(new.array[:rows]))
@@ -226,20 +224,17 @@ class Step:
             shape = (*self.logit_index.shape, logits[1])
             self.binding.bind_output("logits", CudaBuffer.device, 0, np.dtype(np.float32), shape, logits[0])
 
-    def _bind_cache(self, part: str, names: Sequence[str], buffer: Buffer) -> None:
-        """One buffer as ``past_key_values`` and as the outputs ``names``; ``part``: a layer and key or value, like
-        ``0.key``."""
-        rows, past = self.tokens.shape[0], f"past_key_values.{part}"
+    def _bind_cache(self, part: str, buffer: Buffer) -> None:
+        """One buffer as ``past_key_values`` and as ``present`` of ``part``."""
+        rows = self.tokens.shape[0]
         if isinstance(buffer, HostBuffer):
             value = in_place(buffer.array[:rows])
-            self.binding.bind_ortvalue_input(past, value)
-            for name in names:
-                self.binding.bind_ortvalue_output(name, value)
+            self.binding.bind_ortvalue_input(f"past_key_values.{part}", value)
+            self.binding.bind_ortvalue_output(f"present.{part}", value)
         else:
             place = (CudaBuffer.device, 0, buffer.dtype, (rows, *buffer.shape[1:]), buffer.pointer)
-            self.binding.bind_input(past, *place)
-            for name in names:
-                self.binding.bind_output(name, *place)
+            self.binding.bind_input(f"past_key_values.{part}", *place)
+            self.binding.bind_output(f"present.{part}", *place)
 
     def _bind_device(self, name: str, array: NDArray[Any]) -> None:
         assert self.cuda is not None
@@ -248,14 +243,9 @@ class Step:
         self.binding.bind_input(name, CudaBuffer.device, 0, array.dtype, array.shape, address)
 
 
-def presents(outputs: Iterable[str]) -> dict[str, list[str]]:
-    """Of a graph's ``outputs`` those of each part of the cache (``0.key``): one, or in strides one for each token
-    (``present.0.key``, ``present.0.key.1``)."""
-    found: dict[str, list[str]] = {}
-    for kind, *rest in (name.split(".") for name in outputs):
-        if kind == "present":
-            found.setdefault(".".join(rest[:2]), []).append(".".join((kind, *rest)))
-    return found
+def part_of(index: int) -> str:
+    """What graphs call a cache's part, by the index of its buffer: a layer and key or value, like ``0.key``."""
+    return f"{index // 2}.{'value' if index % 2 else 'key'}"
 
 
 def graph_options(number: int | None) -> Any:

@@ -153,8 +153,7 @@ def _slots(model: ModelEntry, load: Load) -> int:
     if model.dialect != "slots":
         grown = -(-slots // foreign.BUCKET) * foreign.BUCKET
         return max(min(grown, model.max_context), model.least_slots or 0)
-    one_row = load.provider == "cpu" and load.batch == 1 and "gqa" in model.variants
-    coarse = steady("gqa" if one_row else "grouped", load.provider)
+    coarse = steady(variants.choose(model, load.batch, load.provider, variants.SOONEST), load.provider)
     return bucket(slots, coarse=coarse, gpu=load.provider == "cuda")
 
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from ..errors import EngineError
 from .base import RAGGED, LogitArray, ModelSpec, Tokens
 from .memory import Buffer, on_host
-from .ort_step import in_place
+from .ort_step import in_place, part_of
+from .rounding import shown
 
-_TWICE = 2  # a row's only token is shown to attention so often: it rounds as in wider steps
 _KEPT = 128  # arrays of different lengths for one input
 
 
@@ -74,7 +74,7 @@ class _Group:
             self._binding.bind_ortvalue_input(f"row_last.{row}", in_place(last))
             self._binding.bind_ortvalue_input(f"row_total.{row}", in_place(total))
         self._cache, self._first = cache, rows[0]
-        self._nobody = [np.zeros((1, each.shape[1], _TWICE, each.shape[3]), each.dtype) for each in cache]
+        self._nobody = [np.zeros((1, each.shape[1], shown(1), each.shape[3]), each.dtype) for each in cache]
         self._seated = [True] * len(rows)
         self._seat(0)
         self._flat, self._logits = np.zeros(0, np.float32), np.zeros((0, spec.vocab_size), np.float32)
@@ -98,15 +98,17 @@ class _Group:
         return self._logits[:found]
 
     def _show(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> list[int]:
-        """Say which tokens each row's attention is shown. Where among all that they give what a token gets is."""
-        order, begin, shown = list[int](), 0, 0
+        """Say which tokens each row's attention is shown, the last one twice where it would be computed alone. Returns
+        where among all that is given then stands what each token gets."""
+        order, begin, given = list[int](), 0, 0
         for row, tokens in enumerate(self._tokens):
             width, past = (len(pieces[row]), past_lens[row]) if row < len(pieces) else (0, 0)
-            tokens.put(range(begin, begin + width) if width >= _TWICE else [begin if width else 0] * _TWICE)
-            order += range(shown, shown + width)
-            count = max(_TWICE, width)
+            own = [*range(begin, begin + width)] or [0]  # of a row without tokens nobody wants anything
+            tokens.put(own + own[-1:] * (shown(len(own)) - len(own)))
+            order += range(given, given + width)
+            count = tokens.length
             self._totals[row][...], self._lasts[row][0] = past + count, past + count - 1
-            begin, shown = begin + width, shown + count
+            begin, given = begin + width, given + count
         return order
 
     def _seat(self, count: int) -> None:
@@ -115,7 +117,7 @@ class _Group:
             if seated != (row < count):
                 at = self._first + row
                 for i, (whole, nobody) in enumerate(zip(self._cache, self._nobody, strict=True)):
-                    part, mine = f"{i // 2}.{'value' if i % 2 else 'key'}.{row}", whole[at : at + 1]
+                    part, mine = f"{part_of(i)}.{row}", whole[at : at + 1]
                     value = in_place(nobody if seated else mine)
                     self._binding.bind_ortvalue_input(f"past_key_values.{part}", value)
                     self._binding.bind_ortvalue_output(f"present.{part}", value)

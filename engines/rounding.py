@@ -25,6 +25,7 @@ _TRIALS = {  # widths: the steps of their trial
     Widths(2): (2, 3, 5, 3, 2, 3, 5, 9, 17, 12, 2, 3, 2, 3),
     Widths(2, 2): (2, 4, 6, 2, 8, 10, 18, 12, 2, 4, 2, 2),
 }
+SEVERAL = 32  # tokens of a step that are surely computed in one block
 _ALONE = 8  # tokens whose logits are asked for by themselves
 _TOKENS, _TOGETHER = 72, 40  # the second step, of the rest, has tokens on both sides of 64
 
@@ -51,6 +52,17 @@ def rounded_alike(engine: Engine, widths: Widths) -> ModelSpec:
     spec = engine.spec
     limits = {limit: getattr(spec, limit) // widths.multiple * widths.multiple for limit in ("max_step", "max_verify")}
     return dataclasses.replace(spec, widths=widths, fewest_logits=_fewest_logits(engine, widths), **limits)
+
+
+def leaves_one(width: int) -> bool:
+    """Whether blocks of rows may leave one over, which a kernel computes in another way: ONNX Runtime's attention takes
+    twice as many rows at once as a head is wide, and those are multiples of 16."""
+    return width > SEVERAL and width % 16 == 1
+
+
+def shown(width: int) -> int:
+    """How many tokens attention must see for a row that brings ``width``, so that none is computed alone."""
+    return width + (width == 1 or leaves_one(width))
 
 
 def _fewest_logits(engine: Engine, widths: Widths) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from ..bundle import Model, ModelEntry
 from ..errors import EngineError, UsageError
 from .base import EVEN, ONE_ROW, RAGGED, Widths
-from .strides import STRIDE, STRIDE_PARAMETERS, STRIDE_ROWS, STRIDES
 
 # The graphs for one row, best first: those that take it soonest, those that let a token alone round like many, and
 # those for processors whose attention rounds by what is left over (``rounding``), which many rows take anyway.
@@ -25,10 +24,6 @@ def require_possible(model: Model, provider: str, pinned: str) -> None:
         raise UsageError(f"variant '{pinned}': provider '{provider}' takes canonical alone")
     if pinned != "auto":
         model.path(pinned)
-    if pinned in (STRIDES, *RAGGED) and model.entry.variants.keys().isdisjoint(ONE_ROW):
-        raise UsageError(
-            f"variant '{pinned}' leaves steps of one row to a graph that {model.folder.name} does not have"
-        )
     if model.entry.recurrence is not None and provider != "cpu":
         raise UsageError(f"{model.folder.name} has recurrent layers, which run with provider cpu, not '{provider}'")
 
@@ -36,9 +31,9 @@ def require_possible(model: Model, provider: str, pinned: str) -> None:
 def choose(entry: ModelEntry, rows: int, provider: str, alone: Sequence[str], pinned: str = "auto") -> str:
     """For ``rows`` rows on ``provider``, of the variants that there are, ``pinned`` unless that is "auto"; ``alone`` is
     what one row on a CPU takes, best first. More take the smallest of the ragged ones that has room for all, or the
-    largest again and again; or, where their attention would round by what is left over, ``grouped``. Many rows of a
-    small model that must round alike take strides. TensorRT's providers take ``canonical`` alone: they misread others
-    in silence. Raises EngineError for a pinned one that takes fewer rows."""
+    largest again and again; or, where their attention would round by what is left over, ``grouped``. TensorRT's
+    providers take ``canonical`` alone: they misread others in silence. Raises EngineError for a pinned one that takes
+    fewer rows."""
     if pinned in ONE_ROW and rows > 1:
         raise EngineError(f"variant '{pinned}' takes one row, not {rows}: use variant 'grouped' or 'auto'")
     if pinned != "auto":
@@ -49,8 +44,6 @@ def choose(entry: ModelEntry, rows: int, provider: str, alone: Sequence[str], pi
     many: tuple[str, ...] = WITHOUT_REST
     if alone != WITHOUT_REST and "gqa_even" in have:
         many = (*(name for name, most in RAGGED.items() if rows <= most), max(RAGGED, key=RAGGED.__getitem__), *many)
-        small = entry.parameters <= STRIDE_PARAMETERS
-        many = (STRIDES, *many) if small and rows >= STRIDE_ROWS and alone == ROUNDING_ALIKE else many
     wanted = ("nonpad",) if provider != "cpu" else alone if rows == 1 else many
     return next((name for name in wanted if name in have), "canonical")
 
@@ -92,11 +85,7 @@ def graphs_of(variant: str, one: str, entry: ModelEntry, *, sooner: bool, apart:
     those that take steps of certain widths in its place. ``sooner``: no step has to round like another; ``apart``: none
     of one token in many rows like wider ones, so that ``one`` may take it."""
     many = variant not in ONE_ROW
-    if variant == STRIDES or one not in ONE_ROW:
-        one = next((name for name in ("gqa_even", "gqa") if name in entry.variants), one)
-    if variant == STRIDES:
-        return one, {1: one, STRIDE: variant}
-    if variant in RAGGED:  # which takes all steps of several rows, and none of one
+    if variant in RAGGED and one in ONE_ROW:  # else it was pinned, and takes a row alone as well
         variant = one
     if sooner:
         variant, one = (without_equal_bits(each, entry) for each in (variant, one))

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from ..bundle import FileEntry, Model, ModelEntry
 from ..engines import ONE_ROW, Engine
-from ..engines.base import BLOCK, PADDING, RAGGED, CommittingEngine, FeatureEngine, TreeEngine
+from ..engines.base import BLOCK, PADDING, CommittingEngine, FeatureEngine, TreeEngine
 from ..engines.golden import TOLERANCE
 from ..engines.ort import SlotEngine
-from ..engines.strides import STRIDES
 from ..errors import EngineError, ExportError
 from .golden import Truth
 from .writing import Progress
@@ -94,10 +93,7 @@ def check_graph(
     ``lean`` as for ``open_session``. Raises ExportError (ImprecisionError below fp32) naming both if it is not what the
     precision of ``entry`` explains, or the engine cannot run it."""
     named = f"{entry.architecture}, {step}"
-    graphs = {variant: graph.name}
-    if variant in (STRIDES, *RAGGED):  # others take a row alone
-        graphs["gqa"] = graph.name.replace(variant, "gqa")
-    there = dataclasses.replace(entry, variants={name: FileEntry(file, "", 0) for name, file in graphs.items()})
+    there = dataclasses.replace(entry, variants={variant: FileEntry(graph.name, "", 0)})
     try:
         engine = SlotEngine(Model(graph.parent, there), threads=os.cpu_count() or 1, variant=variant, lean=lean)
         try:

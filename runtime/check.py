@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
-from ..engines.base import FROM_TWO, CommittingEngine, FeatureEngine, Features, Widths
+from ..engines.base import FROM_TWO, RAGGED, CommittingEngine, FeatureEngine, Features, Widths
 from ..engines.golden import TOLERANCE, Golden
-from ..engines.strides import STRIDE_ROWS
 from ..errors import EngineError
 from .device import cores
 from .divergence import NEAR_TIE, first_divergence
@@ -30,7 +29,7 @@ from .pair import Pair, load
 from .settings import DRAFTS, MAX_DRAFT_LENGTH, MAX_GUESS_LENGTH, Settings
 
 BOUNDS = (64, 128, 192, 256)  # slots in use from which on a kernel may cut its sums in another way
-WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``steps.leaves_one``
+WIDTHS = (*range(1, 10), MAX_DRAFT_LENGTH + 1, 34, MAX_GUESS_LENGTH + 1)  # none of ``rounding.leaves_one``
 NEW_TOKENS = 24
 STATES = 160, 5  # tokens, more than a trail holds; read in steps of so many
 TREE = (3, 2, 1)
@@ -113,7 +112,7 @@ def exact_graphs(model: Model, threads: int) -> dict[str, Widths]:
     engine = open_engine(model, threads=threads, exact=True)
     found = {}
     try:
-        for rows in (1, 2, STRIDE_ROWS):
+        for rows in (1, *RAGGED.values()):
             engine.reset(rows)
             found[getattr(engine, "variant", "canonical")] = engine.spec.widths
     finally:

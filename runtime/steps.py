@@ -28,11 +28,11 @@ from ..engines.base import (
     Widths,
     row_step,
 )
+from ..engines.rounding import SEVERAL, leaves_one
 from ..errors import EngineError, LeadoutError
 from .held import Held
 
 _FIRST = np.zeros((1, 1), np.int64)
-_SEVERAL = 32
 _RECORDED = (1, 2, 3, 5, 9, 17, 34, 64)  # widths of recorded steps: a few tokens more cost a GPU hardly any time
 
 
@@ -178,7 +178,8 @@ class Stepper:
                 engine.reserve(need)
             for row, prompt in prompts.items():
                 for past in range(0, len(prompt), chunk):
-                    engine.read(row, np.array(prompt[past : past + chunk], np.int64), past)
+                    piece = np.array(prompt[past : past + chunk], np.int64)
+                    engine.read(row, np.pad(piece, (0, self._even and leaves_one(len(piece)))), past)
 
     def last_row(self, piece: Sequence[int], past: int) -> LogitRow:
         """``last_logits`` [V] of an engine's only row, sooner where the engine can and ``piece`` is short."""
@@ -307,7 +308,7 @@ class Stepper:
 
     def _keep_to(self, widths: Widths, fewest_logits: int) -> None:
         self.widths, self._fewest = widths, fewest_logits
-        self._short = range(widths.holding(1), _SEVERAL + 1, widths.multiple)  # those of a row's short way
+        self._short = range(widths.holding(1), SEVERAL + 1, widths.multiple)  # those of a row's short way
 
     def _count(self) -> int | None:
         return None if self._keeping is None else self._keeping.resets
@@ -335,9 +336,3 @@ def recorded_width(width: int) -> int:
 def recorded_rows(rows: int, batch: int) -> int:
     """How many rows of ``batch`` a step for ``rows`` of them is given there: 1, 2, 4, 8, ... or all."""
     return min(batch, 1 << (rows - 1).bit_length())
-
-
-def leaves_one(width: int) -> bool:
-    """Whether blocks of rows may leave one over, which a kernel computes in another way: ONNX Runtime's attention takes
-    twice as many rows at once as a head is wide, and those are multiples of 16."""
-    return width > _SEVERAL and width % 16 == 1

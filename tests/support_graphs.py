@@ -18,11 +18,9 @@ from leadout.engines import Engine
 from leadout.engines.base import FROM_TWO, RAGGED
 from leadout.engines.ort import SlotEngine
 from leadout.engines.rounding import even_widths
-from leadout.engines.strides import STRIDE, STRIDES
 from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
 from leadout.export.graphs.quantize import quantize
 from leadout.export.graphs.ragged import to_ragged
-from leadout.export.graphs.strides import to_strides
 from leadout.export.graphs.tree import to_tree, to_tree_gqa
 
 Array = NDArray[Any]
@@ -32,7 +30,6 @@ LOWERINGS = {
     "gqa_even": to_gqa_even,
     "grouped": to_grouped,
     "nonpad": to_nonpad,
-    STRIDES: partial(to_strides, width=STRIDE),
     **{name: partial(to_ragged, rows=rows) for name, rows in RAGGED.items()},
 }
 BRANCHING = {"tree": to_tree, "tree_gqa": to_tree_gqa}

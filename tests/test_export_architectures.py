@@ -25,7 +25,6 @@ from transformers.models.llama4 import modeling_llama4  # noqa: E402
 from leadout.bundle import Model  # noqa: E402
 from leadout.engines import open_engine  # noqa: E402
 from leadout.engines.base import EVEN, RAGGED  # noqa: E402
-from leadout.engines.strides import STRIDES  # noqa: E402
 from leadout.errors import ExportError  # noqa: E402
 from leadout.export.build import export_model, silent  # noqa: E402
 from leadout.export.canonical import Canonical, capture_to, simplify_and_pack  # noqa: E402
@@ -326,7 +325,7 @@ def test_graphs_equal_transformers(
     assert max(entry.parity.values()) <= 1e-4, entry.parity
     wanted = CONFIGS[name][2] | ({*EVEN, "tree", "tree_gqa"} if "gqa" in CONFIGS[name][2] else set())
     if entry.recurrence is not None:
-        wanted -= {"tree", "tree_gqa", STRIDES, *RAGGED}
+        wanted -= {"tree", "tree_gqa", *RAGGED}
     assert set(entry.variants) - {"canonical"} == wanted
     assert set(entry.parity) == {"capture", "simplify", "pack"} | wanted
     for variant in set(EVEN) & wanted:

@@ -97,7 +97,7 @@ def layer(**changes: int) -> list[dict[str, int]]:
         (
             of_target(variants={"warp": {"file": "a", "sha256": "", "bytes": 1}}),
             "variants: unknown option 'warp'"
-            " (known: canonical, gqa, gqa_even, grouped, nonpad, tree, tree_gqa, strides, ragged_4, ragged_8)",
+            " (known: canonical, gqa, gqa_even, grouped, nonpad, tree, tree_gqa, ragged_4, ragged_8, ragged_16)",
         ),
         (
             of_target(dialect="genai", variants={"gqa": {"file": "a", "sha256": "", "bytes": 1}}),

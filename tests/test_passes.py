@@ -12,7 +12,6 @@ from support_graphs import LOWERINGS, Array, Shape, graph, op_counts, reference,
 
 from leadout.engines.base import RAGGED
 from leadout.engines.providers import onnxruntime
-from leadout.engines.strides import STRIDES
 from leadout.export.graphs.gqa import fuse_skip_norm
 from leadout.export.graphs.half import to_half
 from leadout.export.graphs.passes import pack, simplify, to_gqa, to_gqa_even, to_grouped, to_nonpad
@@ -49,7 +48,7 @@ def stepped(model: ir.Model, c: Shape, row: Array, chunks: tuple[int, ...]) -> A
     return np.concatenate(logits)
 
 
-ANY_WIDTH = {name: lower for name, lower in LOWERINGS.items() if name not in (STRIDES, *RAGGED)}
+ANY_WIDTH = {name: lower for name, lower in LOWERINGS.items() if name not in RAGGED}
 
 
 def lowered(c: Shape, *passes: Callable[..., Any]) -> ir.Model:

@@ -181,7 +181,7 @@ MUTANTS = [
     Mutant("behind nothing", ort.SlotEngine, "read", "tokens, past_len, self", "tokens, 0, self"),
     Mutant("one row is read alone", ort.SlotEngine, "reads_alone", "self._batch > 1", "self._batch > 0"),
     Mutant("by a graph of all rows", ort.SlotEngine, "reads_alone", " and self._choice.of(1) in ONE_ROW", ""),
-    Mutant("each piece anew", steps.Stepper, "read", "np.int64), past)", "np.int64), 0)"),
+    Mutant("each piece anew", steps.Stepper, "read", "leaves_one(len(piece)))), past)", "leaves_one(len(piece)))), 0)"),
     Mutant("at once", steps.Stepper, "read", "chunk(1)", "max_context"),
     Mutant("without room for one slot more", steps.Stepper, "read", ") + 1) >", ") - 1) >"),
     Mutant("short ones, too", prefilling, "prefill", ">= enough", ">= 1"),

@@ -12,12 +12,11 @@ from test_mutants import Mutant, must_die
 from test_passes import lowered
 
 from leadout.bundle import Bundle, Model
-from leadout.engines import ort, ragged, variants
-from leadout.engines.base import ONE_ROW, RAGGED, RaggedEngine, Widths
+from leadout.engines import ort, ragged, rounding, variants
+from leadout.engines.base import ANY, RAGGED, RaggedEngine, Widths
 from leadout.engines.ort import SlotEngine
-from leadout.engines.strides import STRIDE_PARAMETERS, STRIDE_ROWS, STRIDES
 from leadout.engines.wrapped import Wrapped
-from leadout.errors import EngineError, UsageError
+from leadout.errors import EngineError
 from leadout.export.graphs.ragged import to_ragged
 from leadout.export.graphs.variants import suits
 from leadout.runtime import steps
@@ -26,22 +25,17 @@ from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
 
 C = Shape(windows=(None, 8), context=1400)
-PAST, TEXT = 9, 40
+PAST, TEXT = 9, 70
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    return {p: large(write(C, tmp_path_factory.mktemp(p), p)) for p in ("fp32", "int8", "int4")}
+    return {p: write(C, tmp_path_factory.mktemp(p), p) for p in ("fp32", "int8", "int4")}
 
 
-def large(model: Model) -> Model:
-    """The model as if it were too large for strides, which are for small ones."""
-    return Model(model.folder, dataclasses.replace(model.entry, parameters=STRIDE_PARAMETERS + 1))
-
-
-def many(model: Model, rows: int, **how: object) -> SlotEngine:
+def many(model: Model, rows: int) -> SlotEngine:
     """An engine whose rows hold texts of different lengths, PAST and more tokens each."""
-    engine = SlotEngine(model, **({"variant": "ragged_8" if rows > 4 else "ragged_4"} | how))
+    engine = SlotEngine(model, variant="ragged_8" if rows > 4 else "ragged_4")
     engine.reset(rows)
     engine.reserve(80)
     for row, text in reversed([*enumerate(texts(rows))]):  # with it all before it, which get their own later
@@ -70,7 +64,7 @@ def rows_have_their_bits(model: Model, rows: int) -> None:
     wanted, past = alone(model, rows), [PAST + row for row in range(rows)]
     for seed in range(3):
         widths = np.random.default_rng(seed).integers(1, 12, rows).tolist()
-        widths[seed % rows] = 1
+        widths[seed % rows], widths[(seed + 1) % rows] = 1, 33
         for left in (rows, rows - 1, 2):
             engine = many(model, rows)
             before = [buffer.array.copy() for buffer in engine._cache]
@@ -81,7 +75,7 @@ def rows_have_their_bits(model: Model, rows: int) -> None:
                 assert np.array_equal(each, wanted[row][:width]), (row, width, left)
             for buffer, old in zip(engine._cache, before, strict=True):
                 for row, width in enumerate(widths[:left]):
-                    end = past[row] + max(2, width)
+                    end = past[row] + rounding.shown(width)
                     assert np.array_equal(buffer.array[row, :, : past[row]], old[row, :, : past[row]])
                     assert np.array_equal(buffer.array[row, :, end:], old[row, :, end:]), "one slot more at most"
             engine.close()
@@ -118,14 +112,13 @@ def test_steps_of_one_width_are_the_same(models: dict[str, Model]) -> None:
 
 
 def who_takes_ragged_steps(model: Model) -> None:
-    """Exact or not, from two rows on; a small model's many rows take strides where they must round alike. Who need not
-    takes a token in each of many rows by the graph for one."""
-    small = dataclasses.replace(model.entry, parameters=STRIDE_PARAMETERS)
-    for entry, most in ((model.entry, "ragged_8"), (small, STRIDES)):
-        for rows, variant in ((2, "ragged_4"), (4, "ragged_4"), (5, "ragged_8"), (7, "ragged_8"), (STRIDE_ROWS, most)):
-            assert variants.choose(entry, rows, "cpu", variants.ROUNDING_ALIKE) == variant, rows
-            assert variants.choose(entry, rows, "cpu", variants.SOONEST) in RAGGED
-            assert variants.choose(entry, rows, "cpu", variants.WITHOUT_REST) == "grouped"
+    """Exact or not, from two rows on, by the smallest graph that has room, or the largest again and again. Who need not
+    round alike takes a token in each of many rows by the graph for one."""
+    for rows, variant in ((2, "ragged_4"), (4, "ragged_4"), (5, "ragged_8"), (9, "ragged_16"), (40, "ragged_16")):
+        for alone in (variants.ROUNDING_ALIKE, variants.SOONEST):
+            assert variants.choose(model.entry, rows, "cpu", alone) == variant, rows
+        assert variants.choose(model.entry, rows, "cpu", variants.WITHOUT_REST) == "grouped"
+        assert variants.choose(model.entry, rows, "cuda", variants.SOONEST) == "nonpad"
     engine = SlotEngine(model)
     assert isinstance(engine, RaggedEngine) and not engine.ragged
     engine.reset(3)
@@ -134,18 +127,56 @@ def who_takes_ragged_steps(model: Model) -> None:
     engine.forward(tokens(C, 3, 1), np.full(3, 5))
     assert [session for session, _ in engine._sessions.kept] == ["gqa", "ragged_4"]
     assert [shape[:2] for shape in engine._steps] == [(3, 1)], "the token by the graph for one row"
+    engine._spec = dataclasses.replace(engine.spec, widths=ANY)  # as if a token in that graph rounded alike
+    engine.reset(3)
+    engine.forward(tokens(C, 3, 1), np.zeros(3, np.int64))
+    assert not engine._steps, "no more than wider steps do"
+    engine.even = False
+    engine.forward(tokens(C, 3, 1), np.zeros(3, np.int64))
+    assert [shape[:2] for shape in engine._steps] == [(3, 1)]
     engine.close()
+    larger = SlotEngine(Model(model.folder, dataclasses.replace(model.entry, parameters=1 << 40)))
+    larger._choice.alone = variants.ROUNDING_ALIKE
+    larger.reset(3)
+    larger.forward(tokens(C, 3, 5), np.zeros(3, np.int64))
+    assert larger.forward(tokens(C, 3, 1), np.full(3, 5)).shape == (3, 1, C.vocab), "shown once"
+    larger.close()
+
+
+def test_a_token_in_each_of_many_rows_is_what_a_wider_step_makes_of_it(models: dict[str, Model]) -> None:
+    """But for its last bits, where these need not be the same."""
+    sooner, grouped = SlotEngine(models["fp32"]), SlotEngine(models["fp32"], variant="grouped")
+    for engine in (sooner, grouped):
+        engine.reset(3)
+        engine.forward(texts(3)[:, :20], np.zeros(3, np.int64))
+    new = texts(3)[:, 20:21], np.array([20, 7, 13])
+    assert np.abs(sooner.forward(*new) - grouped.forward(*new)).max() < 2e-5
+    for engine in (sooner, grouped):
+        engine.close()
 
 
 def test_who_takes_ragged_steps(models: dict[str, Model]) -> None:
     who_takes_ragged_steps(models["fp32"])
 
 
-def test_one_row_is_left_to_another_graph(models: dict[str, Model]) -> None:
-    model = models["fp32"]
-    few = {name: model.entry.variants[name] for name in model.entry.variants if name not in ONE_ROW}
-    with pytest.raises(UsageError, match=r"leaves steps of one row to a graph that .* does not have"):
-        SlotEngine(Model(model.folder, dataclasses.replace(model.entry, variants=few)), variant="ragged_4")
+def a_pinned_one_takes_a_row_alone(model: Model) -> None:
+    """No other graph has to be there."""
+    few = {name: model.entry.variants[name] for name in ("canonical", "ragged_4")}
+    engine = SlotEngine(Model(model.folder, dataclasses.replace(model.entry, variants=few)), variant="ragged_4")
+    text, wanted = texts(1)[0], alone(model, 1)[0]
+    for left in (1, 3):
+        engine.reset(left)
+        engine.forward(np.tile(text[:PAST], (left, 1)), np.zeros(left, np.int64))
+        for width in (1, 2, 7):
+            piece = text[PAST : PAST + width]
+            assert np.array_equal(engine.forward(piece[None], np.array([PAST]))[0], wanted[:width])
+            assert np.array_equal(engine.row_logits(piece.tolist(), PAST, True)[0, 0], wanted[width - 1])
+    assert len(engine._sessions.kept) == 1 and not engine.reads_alone
+    engine.close()
+
+
+def test_a_pinned_one_takes_a_row_alone(models: dict[str, Model]) -> None:
+    a_pinned_one_takes_a_row_alone(models["fp32"])
 
 
 def the_stepper_pads_nothing(model: Model) -> None:
@@ -181,7 +212,7 @@ def test_the_stepper_pads_nothing(models: dict[str, Model]) -> None:
 
 
 def a_batch_writes_what_each_row_writes_alone(model: Model) -> None:
-    prompts = [tokens(C, 1, n, seed=n)[0].tolist() for n in (40, 3, 9, 40, 2, 12, 33, 5, 7, 4)]
+    prompts = [tokens(C, 1, n, seed=n)[0].tolist() for n in (40, 3, 34, 40, 2, 12, 33, 50, 7, 4)]
     target, draft = SlotEngine(model, exact=True), SlotEngine(model)
     decoder = Decoder(target, draft)
     ways = [("none", "auto"), ("model", 3), ("suffix", "auto"), ("auto", "auto")]
@@ -240,15 +271,17 @@ def test_a_bundle_has_them(tiny_bundle: Path) -> None:
 
 
 MUTANTS = [
-    Mutant("a token is shown once", ragged._Group, "_show", "else 0] * _TWICE", "else 0]"),
+    Mutant("a token is shown once", ragged._Group, "_show", "(shown(len(own)) - len(own))", "0"),
     Mutant("rows stand where the first does", ragged._Group, "_show", "range(begin, begin + width)", "range(width)"),
-    Mutant("what a row's second token gives", ragged._Group, "_show", "shown + count\n", "shown + width\n"),
+    Mutant("what a row's second token gives", ragged._Group, "_show", "given + count\n", "given + width\n"),
     Mutant("all positions count from 0", ragged._Group, "take", "min(past + i, last)", "min(i, last)"),
     Mutant("a slot less in use", ragged._Group, "_show", "past + count - 1", "past + count - 2"),
     Mutant("one group", ragged.RaggedSteps, "_grouped", "range(0, count, self._at_once)", "[0]"),
     Mutant("logits of the first row", ragged.RaggedSteps, "take_alike", "wanted + width * np", "wanted + 0 * np"),
     Mutant("who must round alike takes it elsewhere", variants, "choose", "alone != WITHOUT_REST and", ""),
     Mutant("few rows take many", variants, "choose", "if rows <= most", "if rows > most"),
+    Mutant("a token among even ones", variants.Choice, "graphs", "uneven and self", "self"),
+    Mutant("a token is shown twice", ort.SlotEngine, "_prepare", "np.array([1]) if special else", ""),
     Mutant("never by the graph for one row", variants, "graphs_of", "apart and many", "False"),
     Mutant("padded", steps.Stepper, "all_logits", "if self.ragged and", "if False and"),
     Mutant("a step of one token is padded", steps.Stepper, "all_logits", "or not self._fits(1)", ""),
@@ -256,6 +289,7 @@ MUTANTS = [
     Mutant(
         "a row without tokens writes where it stood", ragged._Group, "_seat", "if seated else mine", "if 0 else mine"
     ),
+    Mutant("a token that blocks leave over", rounding, "shown", "or leaves_one(width)", "or False"),
     Mutant("steps outlive their cache", ort.SlotEngine, "reserve", "self._kept_steps.forget()", "pass"),
 ]
 
@@ -268,5 +302,6 @@ def test_mutant_is_killed(mutant: Mutant, models: dict[str, Model], monkeypatch:
         steps_of_one_width_are_the_same,
         lambda each: rows_have_their_bits(each, 10),
         the_stepper_pads_nothing,
+        a_pinned_one_takes_a_row_alone,
     ]
     must_die(mutant, [lambda _: [check(model) for check in checks]], monkeypatch)

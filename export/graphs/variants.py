@@ -9,10 +9,8 @@ import onnx_ir as ir
 
 from ...bundle import ModelEntry
 from ...engines.base import RAGGED
-from ...engines.strides import STRIDE, STRIDE_PARAMETERS, STRIDES
 from .gqa import to_gqa, to_gqa_even, to_grouped, to_nonpad
 from .ragged import to_ragged
-from .strides import to_strides
 from .tree import to_tree, to_tree_gqa
 
 VARIANTS: dict[str, Callable[[ir.Model], int]] = {
@@ -22,15 +20,13 @@ VARIANTS: dict[str, Callable[[ir.Model], int]] = {
     "nonpad": to_nonpad,
     "tree": to_tree,
     "tree_gqa": to_tree_gqa,
-    STRIDES: partial(to_strides, width=STRIDE),
     **{name: partial(to_ragged, rows=rows) for name, rows in RAGGED.items()},
 }
 
 
 def suits(name: str, entry: ModelEntry) -> bool:
     """Whether the variant may be of use to a model."""
-    if name in (STRIDES, *RAGGED):  # a draft's steps are of one token, and need not round alike
-        plain = entry.directory == "target" and entry.recurrence is None and entry.features is None
-        return plain and (name != STRIDES or entry.parameters <= STRIDE_PARAMETERS)
+    if name in RAGGED:  # a draft's steps are of one token, and need not round alike
+        return entry.directory == "target" and entry.recurrence is None and entry.features is None
     # A node of a tree would be read beside what its parent gave, or go on from what a sibling left.
     return not name.startswith("tree") or not (entry.reads_features or entry.recurrence is not None)
