@@ -433,7 +433,8 @@ def test_ragged_rows_pay_for_the_tokens_that_there_are():
     assert prices.step_width([6, 0, 0, 0]) == 3 and prices.step_width([0, 0]) == 1, "the next whole width"
     prices.begin(FROM_TWO, ragged=True)
     assert prices.step_width([0, 0]) == 2 and prices.step_width([4, 0]) == 3
-    assert at([1.0, 2.0, 5.0], 1.25) == 2.75 and at([1.0, 2.0], 1) == 2.0
+    assert at([1.0, 2.0, 5.0], 1.25) == 2.75 and at([1.0, 2.0], 1) == at([1.0, 2.0], 0.25) == 2.0
+    assert at([1.0, 2.0], 0) == 1.0, "a step without drafts may be another graph's"
 
 
 def test_a_ragged_row_pays_for_what_it_drafted_itself():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -216,12 +217,12 @@ def a_batch_writes_what_each_row_writes_alone(model: Model) -> None:
     target, draft = SlotEngine(model, exact=True), SlotEngine(model)
     decoder = Decoder(target, draft)
     ways = [("none", "auto"), ("model", 3), ("suffix", "auto"), ("auto", "auto")]
-    for count in (3, 10):
-        for how, length in ways:
-            settings = Settings(max_new_tokens=20, temperature=0.0, draft=how, draft_length=length)
-            together = written(decoder, prompts[:count], settings)
-            single = [written(decoder, [prompt], settings)[0] for prompt in prompts[:count]]
-            assert [together[i] for i in range(count)] == single, (count, how)
+    sampled = {"temperature": 1.0, "seed": 7, "rule": "coupled"}
+    for count, (how, length), sampling in itertools.product((3, 10), ways, ({"temperature": 0.0}, sampled)):
+        settings = Settings(max_new_tokens=20, draft=how, draft_length=length, **sampling)
+        together = written(decoder, prompts[:count], settings)
+        single = [written(decoder, [prompt], settings)[0] for prompt in prompts[:count]]
+        assert [together[i] for i in range(count)] == single, (count, how, sampling)
     target.close()
     draft.close()
 

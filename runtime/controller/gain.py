@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..settings import MAX_DRAFT_LENGTH
+
 # What a token counts for that a row of a batch writes beyond what the slowest row writes. Such a row ends sooner, but
 # the batch lasts as long as its slowest row, and a step of fewer rows saves only 0.5 to 0.75 of the share of those that
 # left (2 to 16 rows). Tokens of the draft model count more than guesses: a row that is behind in one round is ahead in
@@ -23,13 +25,14 @@ def cap(
     it wants (0 where there is nothing to cut); ``seconds(longest)`` of a round whose drafts are cut to that; ``ahead``
     as for ``worth``.
     """
-    longest = max(length for _, length in plans)
+    wanted = {length for _, length in plans}
+    widths = sorted({*range(min(max(wanted), MAX_DRAFT_LENGTH) + 1), *wanted})  # of 64 for 16 rows most are as good
     speeds = [
         worth([expected[min(width, length, len(expected) - 1)] for expected, length in plans], ahead) / seconds(width)
-        for width in range(longest + 1)
+        for width in widths
     ]
     best = max(speeds)
-    return best, speeds.index(best)
+    return best, widths[speeds.index(best)]
 
 
 def pays(faster: float, longer: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..settings import MAX_GUESS_LENGTH
 from .gain import BY_DRAFTS, BY_GUESSES, cap, worth
 from .prices import Prices
 from .rounds import Round
@@ -59,9 +60,9 @@ NOBODY = Plan()
 
 
 def together(plans: Sequence[Plan], this: Round, prices: Prices) -> Sequence[Plan]:
-    """The best plans for rows that share a step: the step is as wide as the longest draft needs, and waits for the
-    draft model if any row asks it. Of the plans with the draft model and those without it, the ones that promise more;
-    no row's draft is longer than pays for all rows together."""
+    """The best plans for rows that share a step, which is as wide for all as the longest draft needs (unless rows are
+    ragged, see ``Prices.drafted``), and waits for the draft model if any row asks it. Of the plans with the draft model
+    and those without it, the ones that promise more; no row's draft is longer than pays for all rows together."""
     if not any(plan.drafts for plan in plans):
         return plans
     speed, with_model = _cut([plan.beside_model() for plan in plans], prices)
@@ -81,11 +82,13 @@ def _cut(plans: Sequence[Plan], prices: Prices) -> tuple[float, list[Plan]]:
     """The plans, cut to the length that is best for all, and what they are worth then, in tokens a second."""
     modelled = any(plan.length for plan in plans)
     wanted = [((1.0,), 0) if plan.whole else (plan.expected, plan.drafts) for plan in plans]
+    limits = [MAX_GUESS_LENGTH if plan.whole else 0 for plan in plans]  # what may not be cut stays as long as it is
+    drafts, lengths = [plan.drafts for plan in plans], [plan.length for plan in plans]
 
     def seconds(longest: int) -> float:
-        cut = [plan.cut(longest) for plan in plans]
-        by_model = max(plan.length for plan in cut) if modelled else None
-        return prices.together([plan.drafts for plan in cut], by_model)
+        cuts = [max(longest, limit) for limit in limits]
+        by_model = max(map(min, lengths, cuts)) if modelled else None
+        return prices.together([*map(min, drafts, cuts)], by_model)
 
     speed, longest = cap(wanted, seconds, BY_DRAFTS if modelled else BY_GUESSES)
     return speed, [plan.cut(longest) for plan in plans]

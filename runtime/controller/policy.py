@@ -120,8 +120,8 @@ class Pace:
         """The draft lengths of the requests in ``this`` round, each up to its limit. ``late()``: how many tokens the
         draft model still has to read.
 
-        A step is a rectangle, so all requests without a fixed length get the same one: argmax of (expected tokens of
-        all) / (expected seconds).
+        The draft model's steps are rectangles, so all requests without a fixed length get the same one: argmax of
+        (expected tokens of all) / (expected seconds).
         """
         this.limits, requests = limits, list(zip(policies, limits, strict=True))
         if auto := [(policy, limit) for policy, limit in requests if isinstance(policy, AutoLength)]:

@@ -15,7 +15,9 @@ _OUTLIER = 3.0  # a prompt that takes longer than usual by more met something el
 
 
 def at(seconds: Sequence[float], drafted: float) -> float:
-    """The ``seconds`` of a step or a round by drafted tokens a row, of which there may be a fraction on average."""
+    """The ``seconds`` of a step or a round by drafted tokens a row, of which there may be a fraction on average. Less
+    than one counts as one: what many rows take without any draft may be another graph's."""
+    drafted = max(1.0, drafted) if drafted else 0.0
     whole = int(drafted)
     part = drafted - whole
     return seconds[whole] + (part * (seconds[whole + 1] - seconds[whole]) if part else 0.0)
