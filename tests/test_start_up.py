@@ -44,8 +44,8 @@ def only_what_may_be_the_best_is_measured():
 
 
 def a_batch_asks_for_less():
-    assert measured(per_draft=1.5, kept=0, rows=16) == [1, 0]
-    assert measured(per_draft=0.01, kept=16, rows=16) == [1, 0, 3]
+    assert measured(per_draft=1.5, kept=0, rows=16) == [3, 3, 0, 0]
+    assert measured(per_draft=0.01, kept=16, rows=16) == [3, 3, 0, 0], "the longest is known"
 
 
 def all_is_measured_where_nobody_says_what_is_best():

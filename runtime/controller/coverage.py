@@ -10,8 +10,10 @@ from ...engines.base import ANY, Widths
 
 # The start-up measurement: draft lengths in order, and how often each is measured; these rounds write text like others.
 # Batches have a measurement of their own for each doubling of rows, for their costs do not follow from those of one
-# row. The first two lengths already tell roughly what all cost (_ROUGHLY).
-_FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((1, 0, 3), 1), 2
+# row. The first two lengths already tell roughly what all cost (_ROUGHLY), so they are far apart; and each is measured
+# twice, for the first round finds nothing in a cache: where batches began with one round of 1 and one of 0, the slope
+# between them ended all drafting of the grown pair's first three batches.
+_FIRST_ALONE, _FIRST_TOGETHER, _ROUGHLY = ((4, 0, 2, 1, 3, 8), 2), ((3, 0, 1), 2), 2
 LONGEST_FIRST = max(_FIRST_ALONE[0])
 # A length of the start-up measurement that was not used for _STALE rounds is measured once more, for the speed of a
 # device changes; the next time after twice as many rounds, up to 16 times as many.
