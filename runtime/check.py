@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..bundle import Bundle, Model
 from ..engines import BUILT, ONE_ROW, PASSED_ON, Engine, Tokens, open_engine
-from ..engines.base import FROM_TWO, RAGGED, CommittingEngine, FeatureEngine, Features, Widths
+from ..engines.base import FROM_TWO, RAGGED, CommittingEngine, FeatureEngine, Features, LogitArray, RaggedEngine, Widths
 from ..engines.golden import TOLERANCE, Golden
 from ..errors import EngineError
 from .device import cores
@@ -76,7 +76,7 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
     passed when it is open, looks at its golden logits)."""
     golden = Golden.of(model)
     rounding = float("inf") if golden is None else allowed(model, golden)
-    exact: dict[str, Widths] = {}
+    exact, alone = dict[str, Widths](), np.zeros((0, 0), np.float32)
     if (role, provider) == ("target", "cpu"):
         try:
             exact = exact_graphs(model, threads)
@@ -100,6 +100,10 @@ def check_model(role: str, model: Model, provider: str, threads: int) -> Iterato
             if not engine.spec.reads_features:
                 tokens = tokens % model.entry.vocab_size
             yield check_widths(f"{name}: widths", engine, tokens[:1], beside=beside, **widths)
+            if variant in exact and variant in ONE_ROW:
+                alone = stepped(engine, tokens[:1], exact[variant].holding(2))
+            elif variant in exact and variant in RAGGED and len(alone):
+                yield check_rows(f"{name}: rows", engine, tokens[0], alone)
             if engine.spec.recurrent:
                 yield check_states(f"{name}: states", engine, tokens, 1 if variant in ONE_ROW else 2)
         finally:
@@ -145,6 +149,23 @@ def check_parity(name: str, engine: Engine, golden: Golden, limit: float) -> Che
         agreed += (logits.argmax(-1) == golden.ids[row, :length, 0]).tolist()
     detail = f"largest difference {worst:.1e} (allowed {limit:.1e}), same first choice in {np.mean(agreed):.1%}"
     return Check(name, worst <= limit, detail)
+
+
+def check_rows(name: str, engine: Engine, text: NDArray[np.int64], alone: LogitArray) -> Check:
+    """Three rows of a ``text`` [T], each at another place of it, that bring another number of tokens each: logits must
+    be the bits that the graph for one row has ``alone`` [T, vocab_size]."""
+    assert isinstance(engine, RaggedEngine)
+    places = [len(text) * row // 3 for row in range(3)]
+    pieces = [text[place : place + width].tolist() for place, width in zip(places, (5, 1, 3), strict=True)]
+    engine.reset(3)
+    engine.reserve(len(text))
+    for row in (2, 1):  # those before it are given what they hold later
+        engine.forward(np.tile(text[: places[row]], (row + 1, 1)), np.zeros(row + 1, np.int64))
+    found = engine.forward_ragged(pieces, places)
+    wanted = [alone[place : place + len(piece)] for place, piece in zip(places, pieces, strict=True)]
+    apart = max(float(np.abs(np.asarray(ours) - theirs).max()) for ours, theirs in zip(found, wanted, strict=True))
+    detail = "the bits of one row alone" if apart == 0.0 else f"differ by {apart:.1e} from one row alone"
+    return Check(name, apart == 0.0, detail)
 
 
 def check_widths(

@@ -20,7 +20,7 @@ from leadout.engines.wrapped import Wrapped
 from leadout.errors import EngineError
 from leadout.export.graphs.ragged import to_ragged
 from leadout.export.graphs.variants import suits
-from leadout.runtime import steps
+from leadout.runtime import check, steps
 from leadout.runtime.decoder import Decoder
 from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
@@ -242,6 +242,23 @@ def test_a_batch_writes_what_each_row_writes_alone(models: dict[str, Model]) -> 
     assert taken or not fused_is_even(models["int8"])
     if taken:
         a_batch_writes_what_each_row_writes_alone(models["int8"])
+
+
+def test_leadout_check_says_that_rows_have_their_bits(models: dict[str, Model]) -> None:
+    engine, row = SlotEngine(models["int8"], variant="ragged_4"), texts(1)[0]
+    one = SlotEngine(models["int8"], variant="gqa_even")
+    alone = check.stepped(one, row[None], 2)
+    found = check.check_rows("rows", engine, row, alone)
+    assert found.ok and found.detail == "the bits of one row alone"
+    alone[len(row) // 3] += 1e-3
+    found = check.check_rows("rows", engine, row, alone)
+    assert not found.ok and found.detail == "differ by 1.0e-03 from one row alone"
+    said = [each for each in check.check_model("target", models["int8"], "cpu", 1) if each.name.endswith(": rows")]
+    exact = check.exact_graphs(models["int8"], 1)
+    assert [each.name for each in said if each.ok] == [f"target {name}: rows" for name in RAGGED if name in exact]
+    assert bool(said) == fused_is_even(models["int8"])
+    engine.close()
+    one.close()
 
 
 def test_each_row_has_its_own_node_and_cache() -> None:
