@@ -22,6 +22,7 @@ from leadout.export.graphs.ragged import to_ragged
 from leadout.export.graphs.variants import suits
 from leadout.runtime import check, steps
 from leadout.runtime.decoder import Decoder
+from leadout.runtime.prefill import prefill
 from leadout.runtime.settings import Settings
 from leadout.runtime.steps import Stepper
 
@@ -222,7 +223,10 @@ def a_batch_writes_what_each_row_writes_alone(model: Model) -> None:
         settings = Settings(max_new_tokens=20, draft=how, draft_length=length, **sampling)
         together = written(decoder, prompts[:count], settings)
         single = [written(decoder, [prompt], settings)[0] for prompt in prompts[:count]]
+        assert decoder._pace.prices.ragged is False, "of one row"
         assert [together[i] for i in range(count)] == single, (count, how, sampling)
+    written(decoder, prompts[:3], settings)
+    assert decoder._pace.prices.ragged, "a batch is priced by its tokens"
     target.close()
     draft.close()
 
@@ -242,6 +246,25 @@ def test_a_batch_writes_what_each_row_writes_alone(models: dict[str, Model]) -> 
     assert taken or not fused_is_even(models["int8"])
     if taken:
         a_batch_writes_what_each_row_writes_alone(models["int8"])
+
+
+def test_prompts_that_are_read_alone_have_their_bits(models: dict[str, Model]) -> None:
+    """Of a token that blocks leave over, too: it is the 33rd."""
+    prompts = [texts(3)[row, :length].tolist() for row, length in enumerate((33, 40, 34))]
+    engine, one = SlotEngine(models["fp32"], exact=True), SlotEngine(models["fp32"], exact=True)
+    together, alone = (Stepper(each, "target", exact=True) for each in (engine, one))
+    together.reset(3)
+    if not together.ragged:  # what many rows take then need not round as one row does
+        assert not fused_is_even(models["fp32"])
+        return
+    prefill(together, prompts)
+    for row, prompt in enumerate(prompts):
+        alone.reset(1)
+        prefill(alone, [prompt])
+        for mine, theirs in zip(engine._cache, one._cache, strict=True):
+            assert np.array_equal(mine.array[row, :, : len(prompt)], theirs.array[0, :, : len(prompt)]), row
+    engine.close()
+    one.close()
 
 
 def test_leadout_check_says_that_rows_have_their_bits(models: dict[str, Model]) -> None:
