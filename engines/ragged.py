@@ -77,6 +77,8 @@ class _Group:
         self._nobody = [np.zeros((1, each.shape[1], shown(1), each.shape[3]), each.dtype) for each in cache]
         self._seated = [True] * len(rows)
         self._seat(0)
+        self._widths: list[int] | None = None  # of the last step
+        self._counts: list[int] = []  # how many tokens attention is shown of each row then
         self._flat, self._logits = np.zeros(0, np.float32), np.zeros((0, spec.vocab_size), np.float32)
 
     def take(
@@ -84,12 +86,16 @@ class _Group:
     ) -> LogitArray:
         """The logits [L, V] of all tokens of all rows, in order, or of those at the places ``wanted``."""
         self._seat(len(pieces))
-        count, last = sum(map(len, pieces)), self._spec.max_context - 1
+        if (widths := [len(piece) for piece in pieces]) != self._widths:
+            self._show(widths)
+        for row, seen in enumerate(self._counts):
+            end = seen + (past_lens[row] if row < len(pieces) else 0)
+            self._totals[row][...], self._lasts[row][0] = end, end - 1
+        count, last = sum(widths), self._spec.max_context - 1
         padding = [0] * (-count % self._spec.widths.multiple)
-        places = (min(past + i, last) for past, piece in zip(past_lens, pieces, strict=True) for i in range(len(piece)))
+        places = (min(past + i, last) for past, width in zip(past_lens, widths, strict=True) for i in range(width))
         self._ids.put([*(token for piece in pieces for token in piece), *padding])
         self._places.put([*places, *padding])
-        self._order.put([*self._show(pieces, past_lens), *padding])
         places_of_logits = range(count) if wanted is None else wanted
         found = len(places_of_logits)
         self._wanted.put([*places_of_logits, *[0] * (-found % self._spec.fewest_logits)])
@@ -97,19 +103,20 @@ class _Group:
         self._session.run_with_iobinding(self._binding)
         return self._logits[:found]
 
-    def _show(self, pieces: Sequence[Sequence[int]], past_lens: Sequence[int]) -> list[int]:
-        """Say which tokens each row's attention is shown, the last one twice where it would be computed alone. Returns
-        where among all that is given then stands what each token gets."""
+    def _show(self, widths: list[int]) -> None:
+        """Say which tokens each row's attention is shown, the last one twice where it would be computed alone; and
+        where, among all that it gives, each token's part stands. This holds for as long as ``widths`` do."""
         order, begin, given = list[int](), 0, 0
+        self._widths, self._counts = None, []  # none, until all is said: an interrupt may come in between
         for row, tokens in enumerate(self._tokens):
-            width, past = (len(pieces[row]), past_lens[row]) if row < len(pieces) else (0, 0)
+            width = widths[row] if row < len(widths) else 0
             own = [*range(begin, begin + width)] or [0]  # of a row without tokens nobody wants anything
             tokens.put(own + own[-1:] * (shown(len(own)) - len(own)))
             order += range(given, given + width)
-            count = tokens.length
-            self._totals[row][...], self._lasts[row][0] = past + count, past + count - 1
-            begin, given = begin + width, given + count
-        return order
+            begin, given = begin + width, given + tokens.length
+            self._counts.append(tokens.length)
+        self._order.put([*order, *[0] * (-begin % self._spec.widths.multiple)])
+        self._widths = widths
 
     def _seat(self, count: int) -> None:
         """Let the first ``count`` rows have their caches, and no other: who brings nothing writes to nobody's."""

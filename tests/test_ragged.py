@@ -319,9 +319,10 @@ def test_a_bundle_has_them(tiny_bundle: Path) -> None:
 MUTANTS = [
     Mutant("a token is shown once", ragged._Group, "_show", "(shown(len(own)) - len(own))", "0"),
     Mutant("rows stand where the first does", ragged._Group, "_show", "range(begin, begin + width)", "range(width)"),
-    Mutant("what a row's second token gives", ragged._Group, "_show", "given + count\n", "given + width\n"),
+    Mutant("what a row's second token gives", ragged._Group, "_show", "given + tokens.length", "given + width"),
     Mutant("all positions count from 0", ragged._Group, "take", "min(past + i, last)", "min(i, last)"),
-    Mutant("a slot less in use", ragged._Group, "_show", "past + count - 1", "past + count - 2"),
+    Mutant("a slot less in use", ragged._Group, "take", "end, end - 1", "end, end - 2"),
+    Mutant("what was shown once is shown for ever", ragged._Group, "take", "!= self._widths", "and not self._counts"),
     Mutant("one group", ragged.RaggedSteps, "_grouped", "range(0, count, self._at_once)", "[0]"),
     Mutant("logits of the first row", ragged.RaggedSteps, "take_alike", "wanted + width * np", "wanted + 0 * np"),
     Mutant("who must round alike takes it elsewhere", variants, "choose", "alone != WITHOUT_REST and", ""),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from .rewrite import constant, dims, graph_inputs, node
+from .rewrite import add_input, constant, dims, graph_inputs, node
 
 
 class Padding:
@@ -28,7 +28,10 @@ class Padding:
         self._model = model
         self.end = first  # the first node behind them
         self._zero = constant(model, "padding.zero", np.array([0], np.int64))
-        least = _input(model) if asked else constant(model, "padding.two", np.array([2], np.int64))
+        if asked:
+            least = add_input(model, "least_width", ir.DataType.INT64, [1])
+        else:
+            least = constant(model, "padding.two", np.array([2], np.int64))
         self.width: ir.Value = node(model, first, "Shape", [graph_inputs(model)["input_ids"]], start=1, end=2)
         self.padded: ir.Value = node(model, first, "Max", [self.width, least])
         self._missing = node(model, first, "Sub", [self.padded, self.width])
@@ -55,9 +58,3 @@ class Padding:
 
     def _axis(self, axis: int) -> ir.Value:
         return constant(self._model, f"padding.axis.{axis}", np.array([axis], np.int64))
-
-
-def _input(model: ir.Model) -> ir.Value:
-    value = ir.Value(name="least_width", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))
-    model.graph.inputs.append(value)
-    return value

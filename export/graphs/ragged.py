@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from .gqa import attending, to_gqa
-from .rewrite import dims, graph_inputs, node, sweep
+from .rewrite import add_input, dims, graph_inputs, node, sweep
 
 _TOKENS, _CACHES, _LENGTHS, _POSITIONS = range(3), slice(3, 5), slice(5, 7), 9  # inputs of GroupQueryAttention
 
@@ -25,7 +25,7 @@ def to_ragged(model: ir.Model, rows: int) -> int:
         return 0
     nodes = [n for n in model.graph if n.op_type == "GroupQueryAttention"]
     made = [_Row(model, nodes[0], row) for row in range(rows)]
-    order = _input(model, "order", ir.DataType.INT64, ["T"])
+    order = add_input(model, "order", ir.DataType.INT64, ["T"])
     for old in nodes:
         _apart(model, old, made, order)
     sweep(model)
@@ -42,9 +42,9 @@ class _Row:
 
     def __init__(self, model: ir.Model, first: ir.Node, row: int) -> None:
         self.row, self._model, self._first = row, model, first
-        self.tokens = _input(model, f"row_tokens.{row}", ir.DataType.INT64, [f"N.{row}"])
-        last = _input(model, f"row_last.{row}", ir.DataType.INT32, [1])
-        self.lengths = [last, _input(model, f"row_total.{row}", ir.DataType.INT32, [])]
+        self.tokens = add_input(model, f"row_tokens.{row}", ir.DataType.INT64, [f"N.{row}"])
+        last = add_input(model, f"row_last.{row}", ir.DataType.INT32, [1])
+        self.lengths = [last, add_input(model, f"row_total.{row}", ir.DataType.INT32, [])]
         self.caches: list[ir.Value] = []
         self._positions: dict[int, ir.Value] = {}
 
@@ -88,9 +88,3 @@ def _apart(model: ir.Model, old: ir.Node, rows: list[_Row], order: ir.Value) -> 
     result = old.outputs[0]
     result.replace_all_uses_with(node(model, old, "Gather", [together, order], axis=1, like=result))
     model.graph.remove(old, safe=True)
-
-
-def _input(model: ir.Model, name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-    model.graph.inputs.append(value)
-    return value

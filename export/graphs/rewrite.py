@@ -43,6 +43,13 @@ def graph_inputs(model: ir.Model) -> dict[str, ir.Value]:
     return {str(value.name): value for value in model.graph.inputs}
 
 
+def add_input(model: ir.Model, name: str, dtype: ir.DataType, shape: Sequence[Any]) -> ir.Value:
+    """A new input of the graph."""
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    model.graph.inputs.append(value)
+    return value
+
+
 def array_of(value: ir.Value | None) -> Array | None:
     """The contents of an initializer; None for anything computed."""
     return None if value is None or value.const_value is None else np.asarray(value.const_value.numpy())

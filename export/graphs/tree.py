@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .gqa import Layer, fusable, fuse_attention, fuse_skip_norm, layers_of, lengths_of
-from .rewrite import constant, dims, graph_inputs, node, sweep
+from .rewrite import add_input, constant, dims, graph_inputs, node, sweep
 
 
 def to_tree(model: ir.Model) -> int:
@@ -69,9 +69,7 @@ class _Masks:
         self._positions, self._past = inputs["position_ids"], inputs["past_lens"]
         cache = inputs["past_key_values.0.key"]
         self._dtype = cache.dtype
-        shape = ir.Shape([*dims(inputs["input_ids"]), "T"])
-        self._tree = ir.Value(name="tree_mask", type=ir.TensorType(ir.DataType.BOOL), shape=shape)
-        model.graph.inputs.append(self._tree)
+        self._tree = add_input(model, "tree_mask", ir.DataType.BOOL, [*dims(inputs["input_ids"]), "T"])
         self._width = self._node("Shape", inputs["input_ids"], start=1, end=2)
         seen = self._node("Shape", self._tree, start=2, end=3)
         self._start = self._node("Sub", self._past, self._node("Sub", seen, self._width))  # [B]: of the T slots

@@ -56,9 +56,9 @@ class Vigil:
     """Whether one row's free drafters are asked for guesses, and scored, or sleep: then they are not told of the text.
 
     What asking saved is averaged over about ten rounds. Once it was below the price for ``patience`` rounds in a row,
-    the drafters sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time. A guess that is chosen
-    after a nap keeps them awake for 4 more rounds; once they pay again, the next nap is short. After several rows that
-    gave up, the next one begins as after a nap, or asleep.
+    the drafters sleep for 4 rounds, are asked once, sleep for 8, and then for 16 each time, and on where they would be
+    asked in vain (``sleep_on``). A guess that is chosen after a nap keeps them awake for 4 more rounds; once they pay
+    again, the next nap is short. After several rows that gave up, the next one begins asleep.
     """
 
     def __init__(self, habit: Habit) -> None:
